@@ -1,0 +1,115 @@
+// Package policy holds what may be spent by whom: policy files, their strict
+// parsing, the matching of a request's descriptors, and the question that the
+// service asks of the store, a [Request], with its answer, a [Verdict].
+//
+// A [Policy] is one domain's file, in the shape that envoyproxy/ratelimit reads,
+// with Weir's own limits. [Parse] makes one, or says by file, line, column and
+// field what is wrong; there is no invalid Policy. A [Set] holds the policies of
+// all domains.
+//
+// # Matching
+//
+// A descriptor is matched entry by entry, from the top of the tree. At each level an
+// exact key and value comes first, then the patterns in the order of the file, then
+// the key alone. There is no way back: what is chosen at one level is not undone at
+// the next. A limit applies only where the last entry ends.
+//
+// # Identity
+//
+// A counter belongs to the domain and the matched path: each key with its value, or
+// with the pattern's text where all values share it. Keys and values never run into
+// each other, whatever they contain. Neither names nor places in the file matter,
+// so usage survives any edit that keeps the path.
+//
+// Nothing here reads a clock, a file or the network.
+package policy
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/weir-dev/weir/quota"
+)
+
+// A Policy is one domain's limits, as its file says. It is immutable.
+type Policy struct {
+	Domain   string   // the protocol's namespace, never empty
+	File     string   // where it was read from, for messages
+	Headers  Headers  // how clients are told
+	Filter   *Filter  // the filter's rules for the domain, nil if the file has none
+	Warnings []*Error // what loads but is likely not meant
+	root     *level   // never nil
+}
+
+// Headers says which rate limit headers answers carry.
+type Headers struct {
+	// OnAllowed adds X-RateLimit-Limit, -Remaining and -Reset to allowed responses
+	// too. Defaults to false: only refusals carry them.
+	OnAllowed bool
+	Style     HeaderStyle
+}
+
+// A HeaderStyle is how a reset is written. Defaults to [StyleEpoch].
+type HeaderStyle uint8
+
+// The header styles.
+const (
+	StyleEpoch HeaderStyle = iota // X-RateLimit-Reset is an epoch second
+	StyleDelta                    // X-RateLimit-Reset is seconds to go
+)
+
+// A Limit is all that a policy says of the descriptors that match at one place: at
+// most one budget and one quota. With neither, it says that they are not limited.
+type Limit struct {
+	Name       string         // defaults to the keys of the path, joined by "/"
+	Budget     *BudgetLimit   // nil if there is none
+	Quota      []quota.Budget // shortest window first; empty if there is none
+	AllowError bool           // on_error: allow. A request is admitted when the store cannot answer
+}
+
+// A BudgetLimit is a rate budget and the scope that its buckets are kept in.
+type BudgetLimit struct {
+	Scope  Scope
+	Budget Budget
+}
+
+// An Entry is one key and value of a descriptor.
+type Entry struct {
+	Key, Value string
+}
+
+// A Descriptor is an ordered list of entries that describes one aspect of a request.
+type Descriptor []Entry
+
+// A Set is the policies in force, one a domain. The zero Set has none. It is
+// immutable and safe for concurrent use.
+type Set struct {
+	policies map[string]*Policy
+}
+
+// NewSet returns the set of the given policies. Two for one domain are an error
+// that names both files.
+func NewSet(policies ...*Policy) (*Set, error) {
+	set := &Set{policies: make(map[string]*Policy, len(policies))}
+	var errs []error
+	for _, p := range policies {
+		if other, ok := set.policies[p.Domain]; ok {
+			errs = append(errs, fmt.Errorf("domain %q is in both %s and %s", p.Domain, other.File, p.File))
+			continue
+		}
+		set.policies[p.Domain] = p
+	}
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	return set, nil
+}
+
+// Domain returns the policy of a domain; ok is false when there is none.
+func (s *Set) Domain(name string) (p *Policy, ok bool) {
+	p, ok = s.policies[name]
+	return p, ok
+}
+
+// Len returns the number of domains.
+func (s *Set) Len() int { return len(s.policies) }
