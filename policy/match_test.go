@@ -274,7 +274,10 @@ func TestT03Level(t *testing.T) {
 		at   time.Duration
 		want float64
 	}{
-		{0, 1}, {500 * time.Millisecond, 2}, {time.Minute, 10}, {10 * 365 * 24 * time.Hour, 10},
+		{0, 1},
+		{500 * time.Millisecond, 2},
+		{time.Minute, 10},
+		{10 * 365 * 24 * time.Hour, 10},
 		{-time.Hour, 1},
 	} {
 		if got := b.Level(1, start, start.Add(test.at)); got != test.want {

@@ -27,6 +27,8 @@ package policy
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 
 	"github.com/weir-dev/weir/quota"
 )
@@ -111,5 +113,5 @@ func (s *Set) Domain(name string) (p *Policy, ok bool) {
 	return p, ok
 }
 
-// Len returns the number of domains.
-func (s *Set) Len() int { return len(s.policies) }
+// Domains returns the names of all domains, sorted.
+func (s *Set) Domains() []string { return slices.Sorted(maps.Keys(s.policies)) }

@@ -117,7 +117,7 @@ func TestISOWeek(t *testing.T) {
 func TestUnits(t *testing.T) {
 	t.Parallel()
 
-	if (quota.Unit(0)).Valid() || (quota.Year + 1).Valid() {
+	if quota.Unit(0).Valid() || (quota.Year + 1).Valid() {
 		t.Error("a unit outside the seven is valid")
 	}
 	if w := quota.Unit(99).Window(12); w != (quota.Window{}) {

@@ -10,7 +10,6 @@ import (
 	"net/url"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
@@ -18,14 +17,11 @@ import (
 	"github.com/weir-dev/weir/quota"
 )
 
-// A UsageReader reads what consumers have used. It must be safe for concurrent use.
+// A UsageReader lists consumers. It must be safe for concurrent use.
 type UsageReader interface {
-	// Consumers returns at most limit consumers of a domain (of all, for ""), in
-	// the order of their IDs, from the first above after.
+	// Consumers returns at most limit consumers of a domain, in the order of their
+	// IDs, from the first above after.
 	Consumers(ctx context.Context, domain string, after policy.ConsumerID, limit int) ([]policy.Consumer, error)
-	// QuotaUsed returns, for each consumer and each of its budgets, the units used
-	// in the window that contains now. Costs are not looked at.
-	QuotaUsed(ctx context.Context, quotas []policy.QuotaDebit, now time.Time) ([][]int64, error)
 }
 
 // Handler returns the service's HTTP side: GET /healthcheck, /metrics and
@@ -70,20 +66,27 @@ type usageEntry struct {
 	Value string `json:"value"`
 }
 
-// serveUsage lists consumers and what they have used of the quotas in force. Query:
-// domain, and one entry=key=value a level for a single consumer; or limit (1 to 1000,
-// 100 by default) and after to page through all.
+// serveUsage lists a domain's consumers and what they have used of the quotas in
+// force. Query: domain, which may be absent where there is only one; and one
+// entry=key=value a level for a single consumer, or limit (1 to 1000, 100 by default)
+// and after to page through all.
 func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 	q, err := parseUsageQuery(r.URL.Query())
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	now := s.config.Now()
-	answer := usagePage{Now: now.Unix(), Consumers: []consumerUsage{}}
-	consumers := q.one
-	if consumers == nil {
-		consumers, err = s.config.Usage.Consumers(r.Context(), q.domain, q.after, q.limit)
+	p, err := s.policyOf(q.domain)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	answer := usagePage{Consumers: []consumerUsage{}}
+	var consumers []policy.Consumer
+	if q.one != nil {
+		consumers = []policy.Consumer{{Entries: q.one}}
+	} else {
+		consumers, err = s.config.Usage.Consumers(r.Context(), p.Domain, q.after, q.limit)
 		if err != nil {
 			s.usageFailed(w, r, err)
 			return
@@ -92,23 +95,40 @@ func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 			answer.Next = hex.EncodeToString(consumers[q.limit-1].ID[:])
 		}
 	}
-	debits := s.quotasOf(consumers)
-	used, err := s.config.Usage.QuotaUsed(r.Context(), debits, now)
-	if err != nil {
-		s.usageFailed(w, r, err)
-		return
+	// A cost of nothing spends nothing and reads all.
+	reading := policy.Request{Now: policy.TruncateNow(s.config.Now()), Quotas: quotasOf(p, consumers)}
+	verdict := policy.Verdict{}
+	if len(reading.Quotas) > 0 {
+		if verdict, err = s.config.Decider.Decide(r.Context(), reading); err != nil {
+			s.usageFailed(w, r, err)
+			return
+		}
 	}
-	for i, d := range debits {
+	answer.Now = reading.Now.Unix()
+	for i, q := range reading.Quotas {
 		answer.Consumers = append(answer.Consumers, consumerUsage{
-			Domain:  d.Consumer.Domain,
-			Entries: usageEntries(d.Consumer.Entries),
-			Budgets: quota.Usage(d.Budgets, used[i], now),
+			Domain:  p.Domain,
+			Entries: usageEntries(q.Consumer.Entries),
+			Budgets: quota.Usage(q.Budgets, verdict.Quotas[i].Used, reading.Now),
 		})
 	}
 	w.Header().Set("Content-Type", "application/json")
 	if err := json.NewEncoder(w).Encode(answer); err != nil {
 		s.config.Logger.LogAttrs(r.Context(), slog.LevelDebug, "writing usage", slog.Any("err", err))
 	}
+}
+
+// policyOf returns the policy of a domain, or the only one when no domain is named.
+func (s *Service) policyOf(domain string) (*policy.Policy, error) {
+	domains := s.config.Policies.Domains()
+	if domain == "" && len(domains) == 1 {
+		domain = domains[0]
+	}
+	p, ok := s.config.Policies.Domain(domain)
+	if !ok {
+		return nil, fmt.Errorf("domain: must be one of %s, not %q", strings.Join(domains, ", "), domain)
+	}
+	return p, nil
 }
 
 func (s *Service) usageFailed(w http.ResponseWriter, r *http.Request, err error) {
@@ -118,13 +138,9 @@ func (s *Service) usageFailed(w http.ResponseWriter, r *http.Request, err error)
 
 // quotasOf finds the quotas in force for the consumers. One whose quota the policy no
 // longer has is left out.
-func (s *Service) quotasOf(consumers []policy.Consumer) []policy.QuotaDebit {
-	debits := make([]policy.QuotaDebit, 0, len(consumers))
+func quotasOf(p *policy.Policy, consumers []policy.Consumer) []policy.QuotaDebit {
+	quotas := make([]policy.QuotaDebit, 0, len(consumers))
 	for _, c := range consumers {
-		p, ok := s.config.Policies.Domain(c.Domain)
-		if !ok {
-			continue
-		}
 		m, ok := p.Match(c.Entries)
 		if !ok || len(m.Limit.Quota) == 0 {
 			continue
@@ -132,31 +148,27 @@ func (s *Service) quotasOf(consumers []policy.Consumer) []policy.QuotaDebit {
 		if c.ID == (policy.ConsumerID{}) {
 			c = m.Consumer()
 		}
-		debits = append(debits, policy.QuotaDebit{Consumer: c, Budgets: m.Limit.Quota})
+		quotas = append(quotas, policy.QuotaDebit{Consumer: c, Budgets: m.Limit.Quota})
 	}
-	return debits
+	return quotas
 }
 
 // A usageQuery is a page of consumers, or one.
 type usageQuery struct {
 	domain string
-	one    []policy.Consumer
+	one    policy.Descriptor
 	limit  int
 	after  policy.ConsumerID
 }
 
 func parseUsageQuery(query url.Values) (usageQuery, error) {
 	q := usageQuery{domain: query.Get("domain"), limit: defaultPage}
-	if entries := query["entry"]; len(entries) > 0 {
-		c := policy.Consumer{Domain: q.domain}
-		for _, text := range entries {
-			key, value, ok := strings.Cut(text, "=")
-			if !ok {
-				return q, fmt.Errorf("entry: must be key=value, not %q", text)
-			}
-			c.Entries = append(c.Entries, policy.Entry{Key: key, Value: value})
+	for _, text := range query["entry"] {
+		key, value, ok := strings.Cut(text, "=")
+		if !ok {
+			return q, fmt.Errorf("entry: must be key=value, not %q", text)
 		}
-		q.one = []policy.Consumer{c}
+		q.one = append(q.one, policy.Entry{Key: key, Value: value})
 	}
 	if text := query.Get("limit"); text != "" {
 		limit, err := strconv.Atoi(text)

@@ -101,7 +101,7 @@ func entriesOf(d *ratelimitv3.RateLimitDescriptor) policy.Descriptor {
 // possible limit counts as just above.
 func costOf(req *rlsv3.RateLimitRequest, d *ratelimitv3.RateLimitDescriptor) int64 {
 	if own := d.GetHitsAddend(); own != nil {
-		return int64(min(own.GetValue(), policy.MaxUnits+1)) //nolint:gosec // bounded just here
+		return int64(min(own.GetValue(), policy.MaxUnits+1))
 	}
 	return int64(max(1, req.GetHitsAddend()))
 }

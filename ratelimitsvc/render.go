@@ -301,7 +301,7 @@ func (p *plan) bare() *rlsv3.RateLimitResponse {
 		OverallCode: rlsv3.RateLimitResponse_OK,
 		Statuses:    make([]*rlsv3.RateLimitResponse_DescriptorStatus, len(p.descriptors)),
 	}
-	for i := range response.Statuses {
+	for i := range p.descriptors {
 		response.Statuses[i] = (*reading)(nil).status()
 	}
 	return response

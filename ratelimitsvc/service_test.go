@@ -54,7 +54,6 @@ type store struct {
 	verdict policy.Verdict
 	err     error
 	asked   []policy.Request
-	used    [][]int64
 	known   []policy.Consumer
 }
 
@@ -68,10 +67,6 @@ func (s *store) Consumers(_ context.Context, _ string, after policy.ConsumerID, 
 		return nil, s.err
 	}
 	return s.known[:min(limit, len(s.known))], s.err
-}
-
-func (s *store) QuotaUsed(_ context.Context, quotas []policy.QuotaDebit, _ time.Time) ([][]int64, error) {
-	return s.used[:min(len(quotas), len(s.used))], s.err
 }
 
 func (s *store) Ping(context.Context) error { return s.err }
@@ -427,7 +422,7 @@ func TestUsage(t *testing.T) {
 
 	alice := policy.Consumer{ID: policy.ConsumerID{1}, Domain: "ingest", Entries: []policy.Entry{{Key: "consumer", Value: "alice"}}}
 	gone := policy.Consumer{ID: policy.ConsumerID{2}, Domain: "ingest", Entries: []policy.Entry{{Key: "was", Value: "here"}}}
-	s := &store{known: []policy.Consumer{alice, gone}, used: [][]int64{{3, 40}}}
+	s := &store{known: []policy.Consumer{alice, gone}, verdict: policy.Verdict{Allowed: true, Quotas: []quota.Reservation{reservation(-1, 3, 40)}}}
 	service := newService(t, s, testPolicy)
 
 	const want = `{"now":1796040000,"consumers":[{"domain":"ingest","entries":[{"key":"consumer","value":"alice"}],` +
@@ -443,12 +438,19 @@ func TestUsage(t *testing.T) {
 	if _, body := get(t, service, "/quotas/usage?limit=1"); !strings.Contains(body, `"next":"01000000`) {
 		t.Errorf("a full page does not name the next: %s", body)
 	}
-	for _, query := range []string{"limit=0", "limit=x", "after=zz", "entry=alice"} {
+	for _, query := range []string{"limit=0", "limit=x", "after=zz", "entry=alice", "domain=other"} {
 		if code, body := get(t, service, "/quotas/usage?"+query); code != http.StatusBadRequest {
 			t.Errorf("GET ?%s = %d %s, want 400", query, code, body)
 		}
 	}
 	s.err = errors.New("down")
+	for _, r := range s.asked {
+		for _, q := range r.Quotas {
+			if q.Cost != 0 {
+				t.Errorf("reading usage costs %d", q.Cost)
+			}
+		}
+	}
 	if code, _ := get(t, service, "/quotas/usage"); code != http.StatusInternalServerError {
 		t.Errorf("usage on a dead store = %d, want 500", code)
 	}
