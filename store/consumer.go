@@ -1,0 +1,216 @@
+package store
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/weir-dev/weir/policy"
+	"github.com/weir-dev/weir/quota"
+)
+
+var _ quota.Store = (*Store)(nil)
+
+// Reserve spends cost (from 0, in units) for a consumer in all its windows that
+// contain now, or says which window denies. It is [Store.Decide] for one quota, and
+// makes a Store a [quota.Store]. Consumers named here are apart from those of any
+// policy, whatever their names.
+func (s *Store) Reserve(ctx context.Context, consumer string, budgets []quota.Budget, cost int64, now time.Time) (quota.Reservation, error) {
+	verdict, err := s.Decide(ctx, policy.Request{
+		Now:    now,
+		Quotas: []policy.QuotaDebit{{Consumer: libraryConsumer(consumer), Budgets: budgets, Cost: cost}},
+	})
+	if err != nil {
+		return quota.Reservation{}, fmt.Errorf("reserving in a quota: %w", err)
+	}
+	return verdict.Quotas[0], nil
+}
+
+const usedSQL = `
+SELECT coalesce(c.used, 0)
+FROM unnest($2::text[], $3::timestamptz[]) WITH ORDINALITY AS w (unit, window_start, i)
+LEFT JOIN plexsphere.quota_counters AS c
+    ON c.consumer = $1 AND c.unit = w.unit AND c.window_start = w.window_start
+ORDER BY w.i`
+
+// Used returns what a consumer of [Store.Reserve] has used in each budget's window
+// that contains now, in units. It reserves nothing. A consumer that is unknown has
+// used nothing.
+func (s *Store) Used(ctx context.Context, consumer string, budgets []quota.Budget, now time.Time) ([]int64, error) {
+	units := make([]quota.Unit, len(budgets))
+	for i, b := range budgets {
+		units[i] = b.Unit
+	}
+	names, starts, err := currentWindows(units, now)
+	if err != nil {
+		return nil, fmt.Errorf("reading a quota: %w", err)
+	}
+	id := libraryConsumer(consumer).ID
+	rows, err := s.db.Query(ctx, s.queries.used, id[:], names, starts)
+	if err != nil {
+		return nil, fmt.Errorf("reading a quota: %w", err)
+	}
+	used, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	if err != nil {
+		return nil, fmt.Errorf("reading a quota: %w", err)
+	}
+	return used, nil
+}
+
+// A ConsumersQuery asks for a page of a domain's consumers.
+type ConsumersQuery struct {
+	Domain string            // the policy's domain; empty for those of [Store.Reserve]
+	After  policy.ConsumerID // the last id of the page before; zero for the first page
+	Limit  int               // at most so many consumers, from 1 to 1000
+	Units  []quota.Unit      // which windows to read; none is allowed
+	Now    time.Time         // an instant in those windows
+}
+
+// maxPage is the most that [Store.Consumers] returns at once.
+const maxPage = 1000
+
+// A ConsumerUsage is a consumer that was charged at least once, and what it has used.
+type ConsumerUsage struct {
+	ID     policy.ConsumerID
+	Domain string
+	// Entries are what its descriptor matched, as text for people: long values are
+	// cut short, and bytes that are no printable text are escaped as in Go, as are
+	// backslashes.
+	Entries    []policy.Entry
+	EnrolledAt time.Time
+	// Used[i] is what was used in the window of Units[i] that contains Now.
+	Used []int64
+}
+
+const consumersSQL = `
+SELECT c.id, c.domain, c.entries::text, c.enrolled_at, ARRAY(
+    SELECT coalesce(q.used, 0)
+    FROM unnest($4::text[], $5::timestamptz[]) WITH ORDINALITY AS w (unit, window_start, i)
+    LEFT JOIN plexsphere.quota_counters AS q
+        ON q.consumer = c.id AND q.unit = w.unit AND q.window_start = w.window_start
+    ORDER BY w.i)
+FROM plexsphere.consumers AS c
+WHERE c.domain = $1 AND c.id > $2
+ORDER BY c.id
+LIMIT $3`
+
+// Consumers returns a page of consumers with their usage, in order of their ids. A
+// page shorter than the limit is the last.
+func (s *Store) Consumers(ctx context.Context, q ConsumersQuery) ([]ConsumerUsage, error) {
+	if q.Limit < 1 || q.Limit > maxPage {
+		return nil, fmt.Errorf("listing consumers: the limit must be 1 to %d, not %d", maxPage, q.Limit)
+	}
+	names, starts, err := currentWindows(q.Units, q.Now)
+	if err != nil {
+		return nil, fmt.Errorf("listing consumers: %w", err)
+	}
+	rows, err := s.db.Query(ctx, s.queries.consumers, readable(q.Domain), q.After[:], q.Limit, names, starts)
+	if err != nil {
+		return nil, fmt.Errorf("listing consumers: %w", err)
+	}
+	page, err := pgx.CollectRows(rows, scanConsumer)
+	if err != nil {
+		return nil, fmt.Errorf("listing consumers: %w", err)
+	}
+	return page, nil
+}
+
+func scanConsumer(row pgx.CollectableRow) (ConsumerUsage, error) {
+	var (
+		c       ConsumerUsage
+		id      []byte
+		entries string
+	)
+	if err := row.Scan(&id, &c.Domain, &entries, &c.EnrolledAt, &c.Used); err != nil {
+		return ConsumerUsage{}, err
+	}
+	copy(c.ID[:], id)
+	c.EnrolledAt = c.EnrolledAt.UTC()
+	var stored []storedEntry
+	if err := json.Unmarshal([]byte(entries), &stored); err != nil {
+		return ConsumerUsage{}, fmt.Errorf("reading the entries of consumer %x: %w", c.ID, err)
+	}
+	for _, e := range stored {
+		c.Entries = append(c.Entries, policy.Entry{Key: e.Key, Value: e.Value})
+	}
+	return c, nil
+}
+
+// currentWindows returns, by unit, its name and the start of its window at now.
+func currentWindows(units []quota.Unit, now time.Time) (names []string, starts []time.Time, err error) {
+	if err := checkNow(now); err != nil {
+		return nil, nil, err
+	}
+	names = make([]string, len(units))
+	starts = make([]time.Time, len(units))
+	for i, u := range units {
+		if !u.Valid() {
+			return nil, nil, fmt.Errorf("window %d has an unknown unit", i)
+		}
+		names[i] = u.String()
+		starts[i] = time.Unix(u.Window(now.Unix()).Start, 0)
+	}
+	return names, starts, nil
+}
+
+// libraryConsumer is the holder of a quota that no policy names. A policy's id is the
+// hash of a domain that is not empty, behind its length; so what is hashed here, which
+// begins like an empty domain, is never what a policy hashes.
+func libraryConsumer(name string) policy.Consumer {
+	return policy.Consumer{
+		ID:      sha256.Sum256([]byte("\x00store.Reserve\x00" + name)),
+		Entries: []policy.Entry{{Key: "consumer", Value: name}},
+	}
+}
+
+// storedEntry is an entry in the column consumers.entries.
+type storedEntry struct {
+	Key   string `json:"key"`
+	Value string `json:"value"`
+}
+
+// Bounds of what is kept of a consumer for people to read: the id, a hash, holds for
+// any length.
+const (
+	maxReadable        = 256 // bytes of a text, before it is escaped
+	maxReadableEntries = 16
+)
+
+func readableEntries(entries []policy.Entry) string {
+	stored := make([]storedEntry, 0, min(len(entries), maxReadableEntries+1))
+	for i, e := range entries {
+		if i == maxReadableEntries {
+			stored = append(stored, storedEntry{Key: "…", Value: strconv.Itoa(len(entries)-i) + " more"})
+			break
+		}
+		stored = append(stored, storedEntry{Key: readable(e.Key), Value: readable(e.Value)})
+	}
+	text, err := json.Marshal(stored)
+	if err != nil {
+		return "[]" // strings always encode
+	}
+	return string(text)
+}
+
+// readable makes any bytes a short text that the database takes: it refuses NUL and
+// what is no UTF-8. Backslashes are escaped as well, so that an escape is never
+// mistaken for the text that looks like it.
+func readable(s string) string {
+	cut := ""
+	if len(s) > maxReadable {
+		end := maxReadable
+		for end > maxReadable-utf8.UTFMax && !utf8.RuneStart(s[end]) {
+			end--
+		}
+		s, cut = s[:end], "…"
+	}
+	quoted := strconv.QuoteToGraphic(s)
+	return strings.ReplaceAll(quoted[1:len(quoted)-1], `\"`, `"`) + cut
+}

@@ -1,0 +1,68 @@
+-- What consumers use of their quotas: one row for each consumer and calendar window.
+-- A row counts what was used and not what is left, so that a limit edited under use
+-- is right at once. The window's start is part of the key: a new window begins with
+-- no row, whatever became of the last one's.
+--
+-- The key ends in window_start, so that the table can be partitioned by month. There
+-- is no foreign key to consumers: a counter is a tally, and the check would cost the
+-- first charge of each window a second lock.
+
+-- +goose Up
+CREATE TABLE plexsphere.consumers (
+    id          bytea       NOT NULL PRIMARY KEY,
+    domain      text        NOT NULL,
+    entries     jsonb       NOT NULL,
+    enrolled_at timestamptz NOT NULL,
+    CONSTRAINT consumers_id CHECK (octet_length(id) = 32),
+    CONSTRAINT consumers_entries CHECK (jsonb_typeof(entries) = 'array')
+);
+
+-- Consumers are listed by domain, in pages.
+CREATE UNIQUE INDEX consumers_domain ON plexsphere.consumers (domain, id);
+
+COMMENT ON TABLE plexsphere.consumers IS
+    'The holders of quotas, enrolled by their first charge.';
+COMMENT ON COLUMN plexsphere.consumers.id IS
+    'SHA-256 of the domain and of the path that the descriptor matched in the policy.';
+COMMENT ON COLUMN plexsphere.consumers.domain IS
+    'The policy''s domain, escaped like entries; empty for consumers of the Go library.';
+COMMENT ON COLUMN plexsphere.consumers.entries IS
+    'What the descriptor matched, for people: an array of {"key", "value"}, long texts cut short, bytes that are no printable text escaped as in Go. The id alone identifies.';
+COMMENT ON COLUMN plexsphere.consumers.enrolled_at IS
+    'When the consumer was first charged.';
+COMMENT ON INDEX plexsphere.consumers_domain IS
+    'For listing a domain''s consumers in pages.';
+
+CREATE TABLE plexsphere.quota_counters (
+    consumer     bytea       NOT NULL,
+    unit         text        NOT NULL,
+    window_start timestamptz NOT NULL,
+    used         bigint      NOT NULL,
+    PRIMARY KEY (consumer, unit, window_start),
+    CONSTRAINT quota_counters_consumer CHECK (octet_length(consumer) = 32),
+    CONSTRAINT quota_counters_unit CHECK (unit IN (
+        'second', 'minute', 'hour', 'day', 'week', 'month', 'year')),
+    CONSTRAINT quota_counters_window_start CHECK (isfinite(window_start)),
+    CONSTRAINT quota_counters_used CHECK (used >= 0)
+) WITH (
+    fillfactor = 70,
+    autovacuum_vacuum_scale_factor = 0.01,
+    autovacuum_vacuum_threshold = 1000,
+    autovacuum_analyze_scale_factor = 0.05,
+    autovacuum_vacuum_cost_delay = 0
+);
+
+COMMENT ON TABLE plexsphere.quota_counters IS
+    'What each consumer has used in each calendar window (UTC). A missing row is a window of which nothing was used.';
+COMMENT ON COLUMN plexsphere.quota_counters.consumer IS
+    'consumers.id.';
+COMMENT ON COLUMN plexsphere.quota_counters.unit IS
+    'The window''s length.';
+COMMENT ON COLUMN plexsphere.quota_counters.window_start IS
+    'The first instant of the window.';
+COMMENT ON COLUMN plexsphere.quota_counters.used IS
+    'Units used in the window. May exceed a limit that was lowered under use.';
+
+-- +goose Down
+DROP TABLE plexsphere.quota_counters;
+DROP TABLE plexsphere.consumers;
