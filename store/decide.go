@@ -19,12 +19,22 @@ import (
 )
 
 // decideSQL calls the function of migration 0003, which says what each argument is.
-const decideSQL = `
+// decideAgainSQL is for a batch that has collided: such batches go one at a time, lest
+// they collide with each other again. An argument is evaluated before the function is
+// called, so whoever waits for the advisory lock ("weir", 1) holds no row.
+const (
+	decideSQL      = decideHead + "$3" + decideTail
+	decideAgainSQL = decideHead + "CASE WHEN pg_advisory_xact_lock(2003134834, 1) IS NULL THEN $3::int ELSE $3::int END" + decideTail
+
+	decideHead = `
 SELECT allowed, covered, tokens_left, tokens_at, denied, units_used
-FROM plexsphere.decide_v1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)`
+FROM plexsphere.decide_v1($1, $2, `
+	decideTail = `, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)`
+)
 
 // decideRetries is how often a decision that collided with another on a new row is
-// tried again. The winner has committed by then, so that a retry finds its row.
+// tried again. The winner has committed by then, so that a retry finds its row, and
+// retries take turns, so that they don't collide among themselves.
 const decideRetries = 3
 
 // Decide takes all debits of a request, or none, in one round trip, and returns the
@@ -109,7 +119,11 @@ func (s *Store) decide(ctx context.Context, reqs []policy.Request) ([]policy.Ver
 	args := b.args()
 	for attempt := 0; ; attempt++ {
 		var a answers
-		err := s.db.QueryRow(ctx, s.queries.decide, args...).
+		sql := s.queries.decide
+		if attempt > 0 {
+			sql = s.queries.decideAgain
+		}
+		err := s.db.QueryRow(ctx, sql, args...).
 			Scan(&a.allowed, &a.covered, &a.tokens, &a.at, &a.denied, &a.used)
 		switch {
 		case err == nil:

@@ -73,7 +73,7 @@ type Store struct {
 
 // queries are the statements, for the store's schema.
 type queries struct {
-	take, deleteIdle, decide, used, consumers string
+	take, deleteIdle, decide, decideAgain, used, consumers string
 }
 
 // NewStore returns a store on the schema [DefaultSchema]. It panics when db is nil.
@@ -86,11 +86,12 @@ func NewStoreIn(db DBTX, schema string) *Store {
 		panic("store: the database handle is nil")
 	}
 	return &Store{db: db, queries: queries{
-		take:       inSchema(takeSQL, schema),
-		deleteIdle: inSchema(deleteIdleSQL, schema),
-		decide:     inSchema(decideSQL, schema),
-		used:       inSchema(usedSQL, schema),
-		consumers:  inSchema(consumersSQL, schema),
+		take:        inSchema(takeSQL, schema),
+		deleteIdle:  inSchema(deleteIdleSQL, schema),
+		decide:      inSchema(decideSQL, schema),
+		decideAgain: inSchema(decideAgainSQL, schema),
+		used:        inSchema(usedSQL, schema),
+		consumers:   inSchema(consumersSQL, schema),
 	}}
 }
 
