@@ -187,6 +187,7 @@ type servingConfig struct {
 type serving struct {
 	servingConfig
 
+	batcher *store.Batcher
 	service *ratelimitsvc.Service
 	server  *grpc.Server
 }
@@ -201,9 +202,10 @@ func newServing(config servingConfig) (*serving, error) {
 	registry.MustRegister(grpcMetrics)
 
 	st := store.NewStoreIn(config.pool, config.schema)
+	batcher := store.NewBatcher(st, store.BatcherConfig{})
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
 		Policies: config.policies,
-		Decider:  st,
+		Decider:  batcher,
 		Usage:    consumers{st},
 		Ping:     config.pool.Ping,
 		Now:      time.Now,
@@ -217,7 +219,7 @@ func newServing(config servingConfig) (*serving, error) {
 	service.Register(server)
 	reflection.Register(server)
 	grpcMetrics.InitializeMetrics(server)
-	return &serving{servingConfig: config, service: service, server: server}, nil
+	return &serving{servingConfig: config, batcher: batcher, service: service, server: server}, nil
 }
 
 // consumers lists the store's consumers as the service wants them.
@@ -250,8 +252,13 @@ func newGRPCServer(logger *slog.Logger, options ...grpc.ServerOption) *grpc.Serv
 	}, options...)...)
 }
 
-// run serves until ctx ends: the health answers turn first, then calls in flight end.
+// run serves until ctx ends: the health answers turn first, then calls in flight end, and
+// then what decides them.
 func (s *serving) run(ctx context.Context) error {
+	batchCtx, stopBatcher := context.WithCancel(context.WithoutCancel(ctx))
+	var batcher errgroup.Group
+	batcher.Go(func() error { return s.batcher.Run(batchCtx) })
+
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return s.service.Run(ctx) })
 	if s.grpc != nil {
@@ -260,7 +267,9 @@ func (s *serving) run(ctx context.Context) error {
 	if s.http != nil {
 		group.Go(func() error { return serveHTTP(ctx, s.http, s.service.Handler()) })
 	}
-	return group.Wait()
+	err := group.Wait()
+	stopBatcher()
+	return errors.Join(err, batcher.Wait())
 }
 
 // serveGRPC serves until ctx ends, and then lets calls in flight finish.
