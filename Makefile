@@ -90,6 +90,11 @@ lint: $(linter) ## Lint, and prove that the linter enforces the dependency diagr
 	$(linter) run
 	GOLANGCI_LINT='$(CURDIR)/$(linter)' go test -tags=lintproof ./internal/lintproof
 
+.PHONY: bench
+bench: ## Measure decisions side by side, about 2 minutes (ARGS='-help' lists flags)
+	go build $(build_flags) -o bin/bench ./bench
+	@exec bin/bench $(ARGS)
+
 ##@ Work
 
 .PHONY: fmt
