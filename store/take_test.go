@@ -411,10 +411,9 @@ func waitUntil(t *testing.T, what string, done func() bool) {
 // P10: updates stay heap-only, through both write paths, and the tables stay small. The
 // server is the test's own: a transaction that stays open, in any database of a server,
 // keeps dead rows from being pruned for a while.
-//
-// Not parallel: a transaction that writes, in whatever database of the server, keeps
-// dead rows from being pruned for as long as it lives, and other tests hold some open.
 func TestP10UpdatesAreHeapOnly(t *testing.T) {
+	t.Parallel()
+
 	server, err := pgtest.Start(t.Context(), pgtest.Config{})
 	if err != nil {
 		t.Fatal(err)
