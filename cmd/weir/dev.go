@@ -63,6 +63,9 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	// Envoy opens these two itself; they were only tried.
 	closeAll(listeners[4:])
 
+	if c.DatabaseURL == "" {
+		logger.LogAttrs(ctx, slog.LevelInfo, "starting Postgres")
+	}
 	database, stop, err := c.database(ctx, t.stderr)
 	if err != nil {
 		return err
@@ -94,9 +97,11 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	parts.Go(func() error { return serveControlPlane(serveCtx, listeners[2], plane) })
 	parts.Go(func() error { return serveEcho(serveCtx, listeners[3]) })
 
+	logger.LogAttrs(ctx, slog.LevelInfo, "starting Envoy, which compiles the filter first")
 	err = c.runEnvoy(ctx, serveCtx, binary, config, out, func() {
 		c.say(out, policies, database.DatabaseURL)
 	})
+	logger.LogAttrs(ctx, slog.LevelInfo, "stopping")
 	stopServing()
 	return errors.Join(err, parts.Wait())
 }
