@@ -215,7 +215,7 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
 	}
-	server := newGRPCServer(config.logger, grpc.ChainUnaryInterceptor(grpcMetrics.UnaryServerInterceptor()))
+	server := newGRPCServer(config.logger, ratelimitsvc.ServerOption(), grpc.ChainUnaryInterceptor(grpcMetrics.UnaryServerInterceptor()))
 	service.Register(server)
 	reflection.Register(server)
 	grpcMetrics.InitializeMetrics(server)
