@@ -8,7 +8,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// The settings of a connection. A DSN that names one of them keeps its own.
+// The settings of a connection. A DSN that names one of them keeps its own, but for those
+// that correctness rests on.
 const (
 	connectTimeout   = 2 * time.Second
 	statementTimeout = "5s"
@@ -31,7 +32,6 @@ func PoolConfig(dsn string) (*pgxpool.Config, error) {
 	params := cfg.ConnConfig.RuntimeParams
 	for name, value := range map[string]string{
 		"application_name":                    "weir",
-		"default_transaction_isolation":       "read committed",
 		"enable_seqscan":                      "off",
 		"idle_in_transaction_session_timeout": idleTimeout,
 		"jit":                                 "off",
@@ -43,6 +43,10 @@ func PoolConfig(dsn string) (*pgxpool.Config, error) {
 			params[name] = value
 		}
 	}
+	// No role, database or DSN may opt out of these: what is admitted is durable, and
+	// the statements rely on READ COMMITTED.
+	params["default_transaction_isolation"] = "read committed"
+	params["synchronous_commit"] = "on"
 	if cfg.ConnConfig.ConnectTimeout == 0 {
 		cfg.ConnConfig.ConnectTimeout = connectTimeout
 	}

@@ -2,6 +2,7 @@ package store
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"time"
 
@@ -117,4 +118,30 @@ func decideWhenBack(t *testing.T, s *Store, pool *pgxpool.Pool, req policy.Reque
 	t.Helper()
 	waitUntil(t, "the server to answer", func() bool { return pool.Ping(t.Context()) == nil })
 	return s.Decide(t.Context(), req)
+}
+
+// Law 4 has no opt-out: a database that commits without waiting for its disk does not
+// make Weir do so.
+func TestDurabilityHasNoOptOut(t *testing.T) {
+	t.Parallel()
+
+	dsn := pgtest.NewDatabase(t)
+	admin := newPool(t, dsn, 1)
+	for _, setting := range []string{"synchronous_commit = off", "default_transaction_isolation = 'serializable'"} {
+		sql := "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET " + strings.ReplaceAll(setting, "'", "''") + "', current_database()); END $$"
+		if _, err := admin.Exec(t.Context(), sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pool, err := Connect(t.Context(), dsn)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	for name, want := range map[string]string{"synchronous_commit": "on", "default_transaction_isolation": "read committed"} {
+		var got string
+		if err := pool.QueryRow(t.Context(), "SELECT current_setting($1)", name).Scan(&got); err != nil || got != want {
+			t.Errorf("%s = %q (%v), want %q", name, got, err, want)
+		}
+	}
 }
