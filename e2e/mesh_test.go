@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -74,15 +75,25 @@ func weirBinary(t *testing.T) string {
 	return filepath.Join(binary.dir, "weir")
 }
 
-// freeAddress returns an address on the loopback that nobody listens on.
+// lastPort is the last port that freeAddress gave.
+var lastPort atomic.Int32
+
+// freeAddress returns an address on the loopback that nobody listens on. Its port lies
+// below those that the kernel gives to connections, and no other test is given it: so
+// it is still free when a process comes to listen.
 func freeAddress(t *testing.T) string {
 	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	const first, count = 20_000, 10_000
+	lastPort.CompareAndSwap(0, int32(os.Getpid()%count))
+	for range count {
+		address := fmt.Sprintf("127.0.0.1:%d", first+lastPort.Add(1)%count)
+		if listener, err := net.Listen("tcp", address); err == nil {
+			_ = listener.Close()
+			return address
+		}
 	}
-	defer listener.Close()
-	return listener.Addr().String()
+	t.Fatal("no free port")
+	return ""
 }
 
 // A logBuffer keeps what a process writes; it is shown only if the test fails.
