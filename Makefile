@@ -92,7 +92,7 @@ lint: $(linter) ## Lint, and prove that the linter enforces the dependency diagr
 
 .PHONY: bench
 bench: ## Measure decisions side by side, about 2 minutes (ARGS='-help' lists flags)
-	go build $(build_flags) -o bin/bench ./bench
+	go build -trimpath -o bin/bench ./bench
 	@exec bin/bench $(ARGS)
 
 ##@ Work

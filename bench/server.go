@@ -134,7 +134,7 @@ func serveWeir(ctx context.Context, database string, stdout io.Writer) error {
 	st := store.NewStoreIn(pool, schema)
 	batcher := store.NewBatcher(st, store.BatcherConfig{})
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
-		Policies: policies, Decider: batcher, Usage: nobody{}, Ping: pool.Ping,
+		Policies: policies, Decider: batcher, Usage: st, Ping: pool.Ping,
 		Now: time.Now, Logger: slog.New(slog.DiscardHandler), Registry: prometheus.NewRegistry(),
 	})
 	if err != nil {
@@ -144,11 +144,4 @@ func serveWeir(ctx context.Context, database string, stdout io.Writer) error {
 	group.Go(func() error { return batcher.Run(ctx) })
 	group.Go(func() error { return serve(ctx, stdout, service.Register) })
 	return group.Wait()
-}
-
-// nobody lists no consumers: no column asks for them.
-type nobody struct{}
-
-func (nobody) Consumers(context.Context, string, policy.ConsumerID, int) ([]policy.Consumer, error) {
-	return nil, nil
 }

@@ -69,6 +69,27 @@ func (p *Policy) Match(d Descriptor) (m Match, ok bool) {
 	return Match{Limit: last.limit, domain: p.Domain, path: path}, true
 }
 
+// each calls f for every limit below the level.
+func (l *level) each(f func(*Limit)) {
+	visit := func(n *node) {
+		if n.limit != nil {
+			f(n.limit)
+		}
+		if n.children != nil {
+			n.children.each(f)
+		}
+	}
+	for _, n := range l.exact {
+		visit(n)
+	}
+	for _, n := range l.patterns {
+		visit(n)
+	}
+	for _, n := range l.bare {
+		visit(n)
+	}
+}
+
 func (l *level) find(e Entry) *node {
 	if e.Value != "" {
 		if n, ok := l.exact[e]; ok {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -17,11 +18,11 @@ import (
 	"github.com/weir-dev/weir/quota"
 )
 
-// A UsageReader lists consumers. It must be safe for concurrent use.
+// A UsageReader reads what consumers have used, apart from decisions: whoever looks
+// must not make a request wait. It must be safe for concurrent use.
 type UsageReader interface {
-	// Consumers returns at most limit consumers of a domain, in the order of their
-	// IDs, from the first above after.
-	Consumers(ctx context.Context, domain string, after policy.ConsumerID, limit int) ([]policy.Consumer, error)
+	// Consumers returns a page of consumers, in the order of their IDs.
+	Consumers(ctx context.Context, q policy.ConsumersQuery) ([]policy.ConsumerUsage, error)
 }
 
 // Handler returns the service's HTTP side: GET /healthcheck, /metrics and
@@ -42,10 +43,7 @@ func (s *Service) serveHealth(w http.ResponseWriter, _ *http.Request) {
 	_, _ = w.Write([]byte("OK")) // the client may be gone
 }
 
-const (
-	defaultPage = 100
-	maxPage     = 1000
-)
+const defaultPage = 100 // consumers
 
 // usagePage is the answer of /quotas/usage.
 type usagePage struct {
@@ -81,36 +79,37 @@ func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	answer := usagePage{Consumers: []consumerUsage{}}
-	var consumers []policy.Consumer
+	query := policy.ConsumersQuery{
+		Domain: p.Domain, After: q.after, Limit: q.limit, Units: p.QuotaUnits(), Now: s.config.Now(),
+	}
+	var one policy.Consumer
 	if q.one != nil {
-		consumers = []policy.Consumer{{Entries: q.one}}
-	} else {
-		consumers, err = s.config.Usage.Consumers(r.Context(), p.Domain, q.after, q.limit)
-		if err != nil {
-			s.usageFailed(w, r, err)
-			return
+		if m, ok := p.Match(q.one); ok {
+			one = m.Consumer()
 		}
-		if len(consumers) == q.limit {
-			answer.Next = hex.EncodeToString(consumers[q.limit-1].ID[:])
-		}
+		query.Only, query.After, query.Limit = one.ID, policy.ConsumerID{}, 1
 	}
-	// A cost of nothing spends nothing and reads all.
-	reading := policy.Request{Now: policy.TruncateNow(s.config.Now()), Quotas: quotasOf(p, consumers)}
-	verdict := policy.Verdict{}
-	if len(reading.Quotas) > 0 {
-		if verdict, err = s.config.Decider.Decide(r.Context(), reading); err != nil {
+	answer := usagePage{Now: query.Now.Unix(), Consumers: []consumerUsage{}}
+	var page []policy.ConsumerUsage
+	if q.one == nil || one.Entries != nil {
+		if page, err = s.config.Usage.Consumers(r.Context(), query); err != nil {
 			s.usageFailed(w, r, err)
 			return
 		}
 	}
-	answer.Now = reading.Now.Unix()
-	for i, q := range reading.Quotas {
-		answer.Consumers = append(answer.Consumers, consumerUsage{
-			Domain:  p.Domain,
-			Entries: usageEntries(q.Consumer.Entries),
-			Budgets: quota.Usage(q.Budgets, verdict.Quotas[i].Used, reading.Now),
-		})
+	if q.one == nil && len(page) == query.Limit {
+		answer.Next = hex.EncodeToString(page[query.Limit-1].ID[:])
+	}
+	if one.Entries != nil && len(page) == 0 { // never charged
+		page = []policy.ConsumerUsage{{Used: make([]int64, len(query.Units))}}
+	}
+	for _, c := range page {
+		if one.Entries != nil {
+			c.Entries = one.Entries // whole, where the store's are cut for people
+		}
+		if usage, ok := usageOf(p, c, query); ok {
+			answer.Consumers = append(answer.Consumers, usage)
+		}
 	}
 	w.Header().Set("Content-Type", "application/json")
 	if err := json.NewEncoder(w).Encode(answer); err != nil {
@@ -136,21 +135,22 @@ func (s *Service) usageFailed(w http.ResponseWriter, r *http.Request, err error)
 	http.Error(w, "the store does not answer", http.StatusInternalServerError)
 }
 
-// quotasOf finds the quotas in force for the consumers. One whose quota the policy no
-// longer has is left out.
-func quotasOf(p *policy.Policy, consumers []policy.Consumer) []policy.QuotaDebit {
-	quotas := make([]policy.QuotaDebit, 0, len(consumers))
-	for _, c := range consumers {
-		m, ok := p.Match(c.Entries)
-		if !ok || len(m.Limit.Quota) == 0 {
-			continue
-		}
-		if c.ID == (policy.ConsumerID{}) {
-			c = m.Consumer()
-		}
-		quotas = append(quotas, policy.QuotaDebit{Consumer: c, Budgets: m.Limit.Quota})
+// usageOf renders a consumer's use of the quota in force for it; ok is false when the
+// policy no longer has one.
+func usageOf(p *policy.Policy, c policy.ConsumerUsage, query policy.ConsumersQuery) (usage consumerUsage, ok bool) {
+	m, ok := p.Match(c.Entries)
+	if !ok || len(m.Limit.Quota) == 0 {
+		return consumerUsage{}, false
 	}
-	return quotas
+	used := make([]int64, len(m.Limit.Quota))
+	for i, b := range m.Limit.Quota {
+		used[i] = c.Used[slices.Index(query.Units, b.Unit)]
+	}
+	return consumerUsage{
+		Domain:  p.Domain,
+		Entries: usageEntries(c.Entries),
+		Budgets: quota.Usage(m.Limit.Quota, used, query.Now),
+	}, true
 }
 
 // A usageQuery is a page of consumers, or one.
@@ -172,8 +172,8 @@ func parseUsageQuery(query url.Values) (usageQuery, error) {
 	}
 	if text := query.Get("limit"); text != "" {
 		limit, err := strconv.Atoi(text)
-		if err != nil || limit < 1 || limit > maxPage {
-			return q, fmt.Errorf("limit: must be a number from 1 to %d, not %q", maxPage, text)
+		if err != nil || limit < 1 || limit > policy.MaxConsumers {
+			return q, fmt.Errorf("limit: must be a number from 1 to %d, not %q", policy.MaxConsumers, text)
 		}
 		q.limit = limit
 	}

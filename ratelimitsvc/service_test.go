@@ -2,6 +2,7 @@ package ratelimitsvc_test
 
 import (
 	"context"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"io"
@@ -54,7 +55,7 @@ type store struct {
 	verdict policy.Verdict
 	err     error
 	asked   []policy.Request
-	known   []policy.Consumer
+	known   []policy.ConsumerUsage
 }
 
 func (s *store) Decide(_ context.Context, req policy.Request) (policy.Verdict, error) {
@@ -62,11 +63,14 @@ func (s *store) Decide(_ context.Context, req policy.Request) (policy.Verdict, e
 	return s.verdict, s.err
 }
 
-func (s *store) Consumers(_ context.Context, _ string, after policy.ConsumerID, limit int) ([]policy.Consumer, error) {
-	if after != (policy.ConsumerID{}) {
-		return nil, s.err
+func (s *store) Consumers(_ context.Context, q policy.ConsumersQuery) ([]policy.ConsumerUsage, error) {
+	var page []policy.ConsumerUsage
+	for _, c := range s.known {
+		if q.Only == (policy.ConsumerID{}) || q.Only == c.ID {
+			page = append(page, c)
+		}
 	}
-	return s.known[:min(limit, len(s.known))], s.err
+	return page[:min(q.Limit, len(page))], s.err
 }
 
 func (s *store) Ping(context.Context) error { return s.err }
@@ -420,9 +424,17 @@ func get(t *testing.T, service *ratelimitsvc.Service, path string) (int, string)
 func TestUsage(t *testing.T) {
 	t.Parallel()
 
-	alice := policy.Consumer{ID: policy.ConsumerID{1}, Domain: "ingest", Entries: []policy.Entry{{Key: "consumer", Value: "alice"}}}
-	gone := policy.Consumer{ID: policy.ConsumerID{2}, Domain: "ingest", Entries: []policy.Entry{{Key: "was", Value: "here"}}}
-	s := &store{known: []policy.Consumer{alice, gone}, verdict: policy.Verdict{Allowed: true, Quotas: []quota.Reservation{reservation(-1, 3, 40)}}}
+	p, err := policy.Parse("test.yaml", []byte(testPolicy))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, ok := p.Match(policy.Descriptor{{Key: "consumer", Value: "alice"}})
+	if !ok {
+		t.Fatal("alice matches nothing")
+	}
+	alice := policy.ConsumerUsage{ID: m.Consumer().ID, Entries: m.Consumer().Entries, Used: []int64{3, 40}}
+	gone := policy.ConsumerUsage{ID: policy.ConsumerID{2}, Entries: []policy.Entry{{Key: "was", Value: "here"}}, Used: []int64{1, 1}}
+	s := &store{known: []policy.ConsumerUsage{alice, gone}}
 	service := newService(t, s, testPolicy)
 
 	const want = `{"now":1796040000,"consumers":[{"domain":"ingest","entries":[{"key":"consumer","value":"alice"}],` +
@@ -435,7 +447,16 @@ func TestUsage(t *testing.T) {
 			t.Errorf("GET %s = %d %s, want %s", path, code, body, want)
 		}
 	}
-	if _, body := get(t, service, "/quotas/usage?limit=1"); !strings.Contains(body, `"next":"01000000`) {
+	for entry, want := range map[string]string{
+		"consumer=nobody": `"used":0,"remaining":10`, // never charged
+		"free=1":          `"consumers":[]`,          // no quota
+		"no=such":         `"consumers":[]`,
+	} {
+		if code, body := get(t, service, "/quotas/usage?entry="+entry); code != http.StatusOK || !strings.Contains(body, want) {
+			t.Errorf("GET ?entry=%s = %d %s, want %s in it", entry, code, body, want)
+		}
+	}
+	if _, body := get(t, service, "/quotas/usage?limit=1"); !strings.Contains(body, `"next":"`+hex.EncodeToString(alice.ID[:])) {
 		t.Errorf("a full page does not name the next: %s", body)
 	}
 	for _, query := range []string{"limit=0", "limit=x", "after=zz", "entry=alice", "domain=other"} {
@@ -444,12 +465,8 @@ func TestUsage(t *testing.T) {
 		}
 	}
 	s.err = errors.New("down")
-	for _, r := range s.asked {
-		for _, q := range r.Quotas {
-			if q.Cost != 0 {
-				t.Errorf("reading usage costs %d", q.Cost)
-			}
-		}
+	if len(s.asked) > 0 {
+		t.Error("reading usage went the way of decisions")
 	}
 	if code, _ := get(t, service, "/quotas/usage"); code != http.StatusInternalServerError {
 		t.Errorf("usage on a dead store = %d, want 500", code)

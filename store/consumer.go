@@ -64,31 +64,6 @@ func (s *Store) Used(ctx context.Context, consumer string, budgets []quota.Budge
 	return used, nil
 }
 
-// A ConsumersQuery asks for a page of a domain's consumers.
-type ConsumersQuery struct {
-	Domain string            // the policy's domain; empty for those of [Store.Reserve]
-	After  policy.ConsumerID // the last id of the page before; zero for the first page
-	Limit  int               // at most so many consumers, from 1 to 1000
-	Units  []quota.Unit      // which windows to read; none is allowed
-	Now    time.Time         // an instant in those windows
-}
-
-// maxPage is the most that [Store.Consumers] returns at once.
-const maxPage = 1000
-
-// A ConsumerUsage is a consumer that was charged at least once, and what it has used.
-type ConsumerUsage struct {
-	ID     policy.ConsumerID
-	Domain string
-	// Entries are what its descriptor matched, as text for people: long values are
-	// cut short, and bytes that are no printable text are escaped as in Go, as are
-	// backslashes.
-	Entries    []policy.Entry
-	EnrolledAt time.Time
-	// Used[i] is what was used in the window of Units[i] that contains Now.
-	Used []int64
-}
-
 const consumersSQL = `
 SELECT c.id, c.domain, c.entries::text, c.enrolled_at, ARRAY(
     SELECT coalesce(q.used, 0)
@@ -97,21 +72,25 @@ SELECT c.id, c.domain, c.entries::text, c.enrolled_at, ARRAY(
         ON q.consumer = c.id AND q.unit = w.unit AND q.window_start = w.window_start
     ORDER BY w.i)
 FROM plexsphere.consumers AS c
-WHERE c.domain = $1 AND c.id > $2
+WHERE c.domain = $1 AND c.id > $2 AND ($6::bytea IS NULL OR c.id = $6)
 ORDER BY c.id
 LIMIT $3`
 
 // Consumers returns a page of consumers with their usage, in order of their ids. A
 // page shorter than the limit is the last.
-func (s *Store) Consumers(ctx context.Context, q ConsumersQuery) ([]ConsumerUsage, error) {
-	if q.Limit < 1 || q.Limit > maxPage {
-		return nil, fmt.Errorf("listing consumers: the limit must be 1 to %d, not %d", maxPage, q.Limit)
+func (s *Store) Consumers(ctx context.Context, q policy.ConsumersQuery) ([]policy.ConsumerUsage, error) {
+	if q.Limit < 1 || q.Limit > policy.MaxConsumers {
+		return nil, fmt.Errorf("listing consumers: the limit must be 1 to %d, not %d", policy.MaxConsumers, q.Limit)
 	}
 	names, starts, err := currentWindows(q.Units, q.Now)
 	if err != nil {
 		return nil, fmt.Errorf("listing consumers: %w", err)
 	}
-	rows, err := s.db.Query(ctx, s.queries.consumers, readable(q.Domain), q.After[:], q.Limit, names, starts)
+	var only []byte // NULL: all
+	if q.Only != (policy.ConsumerID{}) {
+		only = q.Only[:]
+	}
+	rows, err := s.db.Query(ctx, s.queries.consumers, readable(q.Domain), q.After[:], q.Limit, names, starts, only)
 	if err != nil {
 		return nil, fmt.Errorf("listing consumers: %w", err)
 	}
@@ -122,20 +101,20 @@ func (s *Store) Consumers(ctx context.Context, q ConsumersQuery) ([]ConsumerUsag
 	return page, nil
 }
 
-func scanConsumer(row pgx.CollectableRow) (ConsumerUsage, error) {
+func scanConsumer(row pgx.CollectableRow) (policy.ConsumerUsage, error) {
 	var (
-		c       ConsumerUsage
+		c       policy.ConsumerUsage
 		id      []byte
 		entries string
 	)
 	if err := row.Scan(&id, &c.Domain, &entries, &c.EnrolledAt, &c.Used); err != nil {
-		return ConsumerUsage{}, err
+		return policy.ConsumerUsage{}, err
 	}
 	copy(c.ID[:], id)
 	c.EnrolledAt = c.EnrolledAt.UTC()
 	var stored []storedEntry
 	if err := json.Unmarshal([]byte(entries), &stored); err != nil {
-		return ConsumerUsage{}, fmt.Errorf("reading the entries of consumer %x: %w", c.ID, err)
+		return policy.ConsumerUsage{}, fmt.Errorf("reading the entries of consumer %x: %w", c.ID, err)
 	}
 	for _, e := range stored {
 		c.Entries = append(c.Entries, policy.Entry{Key: e.Key, Value: e.Value})

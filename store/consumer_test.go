@@ -69,8 +69,8 @@ func TestConsumersAreEnrolledByTheirFirstCharge(t *testing.T) {
 	t.Parallel()
 
 	s, _ := setup(t)
-	query := ConsumersQuery{Domain: "test", Limit: 10, Units: []quota.Unit{quota.Day, quota.Month}, Now: noon}
-	list := func() []ConsumerUsage {
+	query := policy.ConsumersQuery{Domain: "test", Limit: 10, Units: []quota.Unit{quota.Day, quota.Month}, Now: noon}
+	list := func() []policy.ConsumerUsage {
 		t.Helper()
 		page, err := s.Consumers(t.Context(), query)
 		if err != nil {
@@ -86,7 +86,7 @@ func TestConsumersAreEnrolledByTheirFirstCharge(t *testing.T) {
 	}
 	mustDecide(t, s, quotaRequest(holder, dayMonth(5, 10), 2, noon))
 	mustDecide(t, s, quotaRequest(holder, dayMonth(5, 10), 3, noon.Add(24*time.Hour)))
-	want := []ConsumerUsage{{
+	want := []policy.ConsumerUsage{{
 		ID: holder.ID, Domain: "test", Entries: []policy.Entry{{Key: "consumer", Value: "acme"}},
 		EnrolledAt: noon, Used: []int64{2, 5},
 	}}
@@ -122,7 +122,7 @@ func TestConsumersInPages(t *testing.T) {
 	}
 	slices.SortFunc(want, func(a, b policy.ConsumerID) int { return bytes.Compare(a[:], b[:]) })
 	var got []policy.ConsumerID
-	query := ConsumersQuery{Domain: "test", Limit: 10, Units: []quota.Unit{quota.Day}, Now: noon}
+	query := policy.ConsumersQuery{Domain: "test", Limit: 10, Units: []quota.Unit{quota.Day}, Now: noon}
 	for {
 		page, err := s.Consumers(t.Context(), query)
 		if err != nil {
@@ -139,8 +139,16 @@ func TestConsumersInPages(t *testing.T) {
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("ids over all pages (-want +got):\n%s", diff)
 	}
+	only := policy.ConsumersQuery{Domain: "test", Only: want[7], Limit: 10, Units: []quota.Unit{quota.Day}, Now: noon}
+	if page, err := s.Consumers(t.Context(), only); err != nil || len(page) != 1 || page[0].ID != want[7] || page[0].Used[0] != 1 {
+		t.Errorf("one alone: %+v, %v", page, err)
+	}
+	only.Domain = "elsewhere"
+	if page, err := s.Consumers(t.Context(), only); err != nil || len(page) != 0 {
+		t.Errorf("one of another domain: %+v, %v", page, err)
+	}
 	for _, limit := range []int{-1, 0, 1001} {
-		if _, err := s.Consumers(t.Context(), ConsumersQuery{Limit: limit, Now: noon}); err == nil {
+		if _, err := s.Consumers(t.Context(), policy.ConsumersQuery{Limit: limit, Now: noon}); err == nil {
 			t.Errorf("a page of %d: no error", limit)
 		}
 	}
@@ -170,7 +178,7 @@ func TestC29AnyBytes(t *testing.T) {
 		if v := mustDecide(t, s, quotaRequest(c, dayMonth(1, 1), 1, noon)); !v.Allowed {
 			t.Errorf("%.40q: refused", name)
 		}
-		page, err := s.Consumers(t.Context(), ConsumersQuery{Domain: c.Domain, Limit: 1, Now: noon})
+		page, err := s.Consumers(t.Context(), policy.ConsumersQuery{Domain: c.Domain, Limit: 1, Now: noon})
 		if err != nil || len(page) != 1 || page[0].ID != c.ID && len(name) < maxReadable {
 			t.Errorf("%.40q: not listed by its domain: %+v, %v", name, page, err)
 		}

@@ -241,7 +241,7 @@ func exercise(t *testing.T, s *Store, pool *pgxpool.Pool, schema string) {
 	if used, err := s.Used(t.Context(), "c", dayMonth(5, 5), noon); err != nil || used[0] != 3 {
 		t.Errorf("Used = %v, %v, want 3", used, err)
 	}
-	page, err := s.Consumers(t.Context(), ConsumersQuery{Limit: 5, Units: []quota.Unit{quota.Day}, Now: noon})
+	page, err := s.Consumers(t.Context(), policy.ConsumersQuery{Limit: 5, Units: []quota.Unit{quota.Day}, Now: noon})
 	if err != nil || len(page) != 1 || page[0].Used[0] != 3 {
 		t.Errorf("Consumers = %+v, %v, want one with 3", page, err)
 	}

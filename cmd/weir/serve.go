@@ -206,7 +206,7 @@ func newServing(config servingConfig) (*serving, error) {
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
 		Policies: config.policies,
 		Decider:  batcher,
-		Usage:    consumers{st},
+		Usage:    st,
 		Ping:     config.pool.Ping,
 		Now:      time.Now,
 		Logger:   config.logger,
@@ -220,22 +220,6 @@ func newServing(config servingConfig) (*serving, error) {
 	reflection.Register(server)
 	grpcMetrics.InitializeMetrics(server)
 	return &serving{servingConfig: config, batcher: batcher, service: service, server: server}, nil
-}
-
-// consumers lists the store's consumers as the service wants them.
-type consumers struct{ store *store.Store }
-
-// Consumers implements [ratelimitsvc.UsageReader].
-func (c consumers) Consumers(ctx context.Context, domain string, after policy.ConsumerID, limit int) ([]policy.Consumer, error) {
-	page, err := c.store.Consumers(ctx, store.ConsumersQuery{Domain: domain, After: after, Limit: limit, Now: time.Now()})
-	if err != nil {
-		return nil, err
-	}
-	all := make([]policy.Consumer, len(page))
-	for i, u := range page {
-		all[i] = policy.Consumer{ID: u.ID, Domain: domain, Entries: u.Entries}
-	}
-	return all, nil
 }
 
 // newGRPCServer returns a server on which a panic of one handler ends one call, and
