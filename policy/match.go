@@ -104,15 +104,23 @@ func (l *level) find(e Entry) *node {
 	return l.bare[e.Key]
 }
 
+// DefaultMostConsumers is how many consumers a domain may enrol by default.
+const DefaultMostConsumers = 100_000
+
 // Consumer returns the holder of the quota that the match found.
-func (m Match) Consumer() Consumer {
-	c := Consumer{
-		ID:      newConsumerID(m.domain, m.path),
+func (m Match) Consumer() *Consumer {
+	c := &Consumer{
+		ID:      newCounterID(kindQuota, m.domain, m.path),
 		Domain:  m.domain,
 		Entries: make([]Entry, len(m.path)),
+		Named:   m.Limit.Named,
 	}
 	for i, s := range m.path {
 		c.Entries[i] = Entry{Key: s.key, Value: s.value}
+	}
+	if !c.Named {
+		c.Overflow = newCounterID(kindOverflow, m.domain, nil)
+		c.Most = DefaultMostConsumers
 	}
 	return c
 }

@@ -90,7 +90,7 @@ descriptors:
 	}
 }
 
-func consumerOf(t *testing.T, p *policy.Policy, d policy.Descriptor) policy.ConsumerID {
+func consumerOf(t *testing.T, p *policy.Policy, d policy.Descriptor) policy.CounterID {
 	t.Helper()
 	m, ok := p.Match(d)
 	if !ok {
@@ -112,8 +112,8 @@ descriptors:
 `
 	d := mustParse(t, "domain: d"+tree)
 	da := mustParse(t, "domain: d_a"+tree)
-	ids := map[policy.ConsumerID]string{}
-	add := func(name string, id policy.ConsumerID) {
+	ids := map[policy.CounterID]string{}
+	add := func(name string, id policy.CounterID) {
 		if other, ok := ids[id]; ok {
 			t.Errorf("%s and %s share a counter", name, other)
 		}
@@ -162,7 +162,7 @@ descriptors:
   - {key: a, value: x*, share_threshold: true, quota: {daily: 1}}
   - {key: a, value: y*, quota: {daily: 1}}
 `)
-	id := func(value string) policy.ConsumerID {
+	id := func(value string) policy.CounterID {
 		return consumerOf(t, p, policy.Descriptor{{Key: "a", Value: value}})
 	}
 	if id("x1") != id("x2") {

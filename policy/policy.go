@@ -58,15 +58,32 @@ type HeaderStyle uint8
 const (
 	StyleEpoch HeaderStyle = iota // X-RateLimit-Reset is an epoch second
 	StyleDelta                    // X-RateLimit-Reset is seconds to go
+	StyleIETF                     // RateLimit-Policy and RateLimit, as structured fields
 )
 
-// A Limit is all that a policy says of the descriptors that match at one place: at
-// most one budget and one quota. With neither, it says that they are not limited.
+// A Limit is all that a policy says of the descriptors that match at one place. With
+// no budget, limiter, rate limit or quota, it says that they are not limited.
 type Limit struct {
-	Name       string         // defaults to the keys of the path, joined by "/"
-	Budget     *BudgetLimit   // nil if there is none
-	Quota      []quota.Budget // shortest window first; empty if there is none
+	Name      string         // defaults to the keys of the path, joined by "/"
+	Budget    *BudgetLimit   // nil if there is none
+	Limiter   *LimiterPolicy // nil if there is none
+	RateLimit *quota.Budget  // rate_limit: one calendar window; nil if there is none
+	Quota     []quota.Budget // shortest window first; empty if there is none
+
+	// Unlimited is rate_limit: {unlimited: true}.
+	Unlimited bool
+	// Replaces are the names of limits that are dropped from a request in which this
+	// one matches.
+	Replaces []string
+	// Shadow limits are decided and charged apart, and never refuse.
+	Shadow bool
+	// QuotaMode limits refuse a request only when all of its quota-mode descriptors
+	// are exhausted. Such a limit has a RateLimit and nothing else.
+	QuotaMode bool
+	// Named tells that every entry of the path has its value in the policy.
+	Named      bool
 	AllowError bool           // on_error: allow. A request is admitted when the store cannot answer
+	Metadata   map[string]any // what goes into dynamic metadata of requests that match; nil if there is none
 }
 
 // A BudgetLimit is a rate budget and the scope that its buckets are kept in.

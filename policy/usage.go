@@ -12,8 +12,8 @@ const MaxConsumers = 1000
 // A ConsumersQuery asks the store for a page of a domain's consumers. It only reads.
 type ConsumersQuery struct {
 	Domain string       // the policy's domain; empty for consumers that no policy names
-	Only   ConsumerID   // this one alone, if it is not zero
-	After  ConsumerID   // the last id of the page before; zero for the first page
+	Only   CounterID    // this one alone, if it is not zero
+	After  CounterID    // the last id of the page before; zero for the first page
 	Limit  int          // at most so many consumers, from 1 to MaxConsumers
 	Units  []quota.Unit // which windows to read; none is allowed
 	Now    time.Time    // an instant in those windows
@@ -21,7 +21,7 @@ type ConsumersQuery struct {
 
 // A ConsumerUsage is a consumer that was charged at least once, and what it has used.
 type ConsumerUsage struct {
-	ID     ConsumerID
+	ID     CounterID
 	Domain string
 	// Entries are what its descriptor matched, as text for people: long values are
 	// cut short, and bytes that are no printable text are escaped as in Go, as are

@@ -17,7 +17,6 @@ import (
 
 	"github.com/weir-dev/weir/filter/config"
 	"github.com/weir-dev/weir/policy"
-	"github.com/weir-dev/weir/quota"
 	"github.com/weir-dev/weir/ratelimitsvc"
 )
 
@@ -84,10 +83,10 @@ func withValue(t *testing.T, key string, value []byte) []byte {
 func TestC29C30ValuesThatAreNotUTF8(t *testing.T) {
 	t.Parallel()
 
-	s := &store{verdict: policy.Verdict{Allowed: true, Quotas: []quota.Reservation{reservation(-1, 3, 3)}}}
+	s := &store{verdict: policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{reservation(-1, 3, 3)}}}
 	conn := dial(t, newService(t, s, testPolicy))
 	values := []string{"1 \xc0\xa7", "\xff", "\xfe", "\xff\U0010FFFF", "\x00"}
-	ids := map[policy.ConsumerID]string{}
+	ids := map[policy.CounterID]string{}
 	for i, value := range values {
 		response, err := send(t.Context(), conn, withValue(t, "consumer", []byte(value)))
 		if err != nil || response.GetOverallCode() != rlsv3.RateLimitResponse_OK {

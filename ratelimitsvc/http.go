@@ -85,9 +85,9 @@ func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 	var one policy.Consumer
 	if q.one != nil {
 		if m, ok := p.Match(q.one); ok {
-			one = m.Consumer()
+			one = *m.Consumer()
 		}
-		query.Only, query.After, query.Limit = one.ID, policy.ConsumerID{}, 1
+		query.Only, query.After, query.Limit = one.ID, policy.CounterID{}, 1
 	}
 	answer := usagePage{Now: query.Now.Unix(), Consumers: []consumerUsage{}}
 	var page []policy.ConsumerUsage
@@ -158,7 +158,7 @@ type usageQuery struct {
 	domain string
 	one    policy.Descriptor
 	limit  int
-	after  policy.ConsumerID
+	after  policy.CounterID
 }
 
 func parseUsageQuery(query url.Values) (usageQuery, error) {

@@ -124,9 +124,10 @@ func (p *plan) match(domain *policy.Policy, d *planned) {
 		})
 	}
 	if len(m.Limit.Quota) > 0 {
+		consumer := m.Consumer()
 		d.quota = len(p.request.Quotas)
 		p.request.Quotas = append(p.request.Quotas, policy.QuotaDebit{
-			Consumer: m.Consumer(), Budgets: m.Limit.Quota, Cost: d.cost,
+			Counter: consumer.ID, Budgets: m.Limit.Quota, Cost: d.cost, Consumer: consumer,
 		})
 	}
 	if d.budget >= 0 || d.quota >= 0 {

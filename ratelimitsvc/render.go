@@ -135,7 +135,7 @@ func (p *plan) readings(d *planned, v policy.Verdict) []*reading {
 		rs = append(rs, budgetReading(d.limit, p.request.Budgets[d.budget], v.Budgets[d.budget], p.request.Now))
 	}
 	if d.quota >= 0 {
-		rs = append(rs, quotaReading(d.limit, p.request.Quotas[d.quota], v.Quotas[d.quota], p.request.Now))
+		rs = append(rs, quotaReading(d.limit, p.request.Quotas[d.quota], v.Quotas[d.quota].Reservation, p.request.Now))
 	}
 	return rs
 }

@@ -66,7 +66,7 @@ func (s *store) Decide(_ context.Context, req policy.Request) (policy.Verdict, e
 func (s *store) Consumers(_ context.Context, q policy.ConsumersQuery) ([]policy.ConsumerUsage, error) {
 	var page []policy.ConsumerUsage
 	for _, c := range s.known {
-		if q.Only == (policy.ConsumerID{}) || q.Only == c.ID {
+		if q.Only == (policy.CounterID{}) || q.Only == c.ID {
 			page = append(page, c)
 		}
 	}
@@ -113,8 +113,8 @@ func bucket(covered bool, tokens float64) policy.BudgetState {
 	return policy.BudgetState{Covered: covered, Tokens: tokens, RefilledAt: noon}
 }
 
-func reservation(denied int, used ...int64) quota.Reservation {
-	return quota.Reservation{Denied: denied, Used: used}
+func reservation(denied int, used ...int64) policy.QuotaState {
+	return policy.QuotaState{Reservation: quota.Reservation{Denied: denied, Used: used}}
 }
 
 func TestRender(t *testing.T) {
@@ -152,7 +152,7 @@ func TestRender(t *testing.T) {
 			verdict: policy.Verdict{
 				Allowed: true,
 				Budgets: []policy.BudgetState{bucket(true, 99)},
-				Quotas:  []quota.Reservation{reservation(-1, 2, 60)},
+				Quotas:  []policy.QuotaState{reservation(-1, 2, 60)},
 			},
 			want: want{
 				overall: ok, statuses: "OK 99 100ms, OK 40 12h0m0s",
@@ -199,7 +199,7 @@ func TestRender(t *testing.T) {
 			descriptors: []string{"node=" + nodeID, "consumer=alice"},
 			verdict: policy.Verdict{
 				Budgets: []policy.BudgetState{bucket(true, 56)},
-				Quotas:  []quota.Reservation{reservation(0, 10, 10)},
+				Quotas:  []policy.QuotaState{reservation(0, 10, 10)},
 			},
 			want: want{
 				overall: over, statuses: "OK 56 4.4s, OVER_LIMIT 0 12h0m0s",
@@ -212,7 +212,7 @@ func TestRender(t *testing.T) {
 			descriptors: []string{"consumer=alice", "node=" + nodeID},
 			verdict: policy.Verdict{
 				Budgets: []policy.BudgetState{bucket(false, 0.5)},
-				Quotas:  []quota.Reservation{reservation(0, 10, 10)},
+				Quotas:  []policy.QuotaState{reservation(0, 10, 10)},
 			},
 			want: want{
 				overall: over, statuses: "OVER_LIMIT 0 12h0m0s, OVER_LIMIT 0 9.95s",
@@ -224,7 +224,7 @@ func TestRender(t *testing.T) {
 			name:        "C50 the protocol saturates at 32 bits and our headers do not",
 			policy:      "headers: {on_allowed: true}",
 			descriptors: []string{"huge=x"},
-			verdict:     policy.Verdict{Allowed: true, Quotas: []quota.Reservation{reservation(-1, 1)}},
+			verdict:     policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{reservation(-1, 1)}},
 			want: want{
 				overall: ok, statuses: "OK 4294967295 12h0m0s",
 				headers:  "x-ratelimit-limit=1000000000000 x-ratelimit-remaining=999999999999 x-ratelimit-reset=1796083200",
@@ -317,7 +317,7 @@ func TestC03C13Costs(t *testing.T) {
 	s := &store{verdict: policy.Verdict{
 		Allowed: true,
 		Budgets: []policy.BudgetState{bucket(true, 1), bucket(true, 1), bucket(true, 1)},
-		Quotas:  []quota.Reservation{reservation(-1, 1, 1)},
+		Quotas:  []policy.QuotaState{reservation(-1, 1, 1)},
 	}}
 	service := newService(t, s, testPolicy)
 	ds := descriptors("node="+nodeID, "node="+nodeID, "domain="+nodeID, "consumer=alice")
@@ -433,7 +433,7 @@ func TestUsage(t *testing.T) {
 		t.Fatal("alice matches nothing")
 	}
 	alice := policy.ConsumerUsage{ID: m.Consumer().ID, Entries: m.Consumer().Entries, Used: []int64{3, 40}}
-	gone := policy.ConsumerUsage{ID: policy.ConsumerID{2}, Entries: []policy.Entry{{Key: "was", Value: "here"}}, Used: []int64{1, 1}}
+	gone := policy.ConsumerUsage{ID: policy.CounterID{2}, Entries: []policy.Entry{{Key: "was", Value: "here"}}, Used: []int64{1, 1}}
 	s := &store{known: []policy.ConsumerUsage{alice, gone}}
 	service := newService(t, s, testPolicy)
 
@@ -476,7 +476,7 @@ func TestUsage(t *testing.T) {
 func TestMetricsHaveBoundedLabels(t *testing.T) {
 	t.Parallel()
 
-	s := &store{verdict: policy.Verdict{Allowed: true, Quotas: []quota.Reservation{reservation(-1, 1, 1)}}}
+	s := &store{verdict: policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{reservation(-1, 1, 1)}}}
 	service := newService(t, s, testPolicy)
 	for _, domain := range []string{"ingest", "no-such-1", "no-such-2"} {
 		if _, err := service.ShouldRateLimit(t.Context(), &rlsv3.RateLimitRequest{

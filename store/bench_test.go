@@ -57,7 +57,7 @@ func BenchmarkDecide(b *testing.B) {
 							key := keys[n%len(keys)]
 							c := policy.Consumer{Domain: "bench", Entries: []policy.Entry{{Key: "consumer", Value: "value"}}}
 							copy(c.ID[:], key[:])
-							req.Quotas = append(req.Quotas, policy.QuotaDebit{Consumer: c, Budgets: dayMonth(1e9, 1e9), Cost: 1})
+							req.Quotas = append(req.Quotas, quotaDebit(c, dayMonth(1e9, 1e9), 1))
 						}
 						reqs[i] = req
 					}

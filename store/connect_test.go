@@ -75,7 +75,7 @@ func TestDatabaseGoesAndComesBack(t *testing.T) {
 	request := policy.Request{
 		Now:     noon,
 		Budgets: []policy.BudgetDebit{{Scope: ScopeIngestNode, Key: key, Budget: Budget{PerSecond: 1, Burst: 100}, Cost: 3}},
-		Quotas:  []policy.QuotaDebit{{Consumer: holder, Budgets: dayMonth(100, 100), Cost: 3}},
+		Quotas:  []policy.QuotaDebit{quotaDebit(holder, dayMonth(100, 100), 3)},
 	}
 
 	var admitted int64

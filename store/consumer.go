@@ -23,21 +23,22 @@ var _ quota.Store = (*Store)(nil)
 // makes a Store a [quota.Store]. Consumers named here are apart from those of any
 // policy, whatever their names.
 func (s *Store) Reserve(ctx context.Context, consumer string, budgets []quota.Budget, cost int64, now time.Time) (quota.Reservation, error) {
+	holder := libraryConsumer(consumer)
 	verdict, err := s.Decide(ctx, policy.Request{
 		Now:    now,
-		Quotas: []policy.QuotaDebit{{Consumer: libraryConsumer(consumer), Budgets: budgets, Cost: cost}},
+		Quotas: []policy.QuotaDebit{{Counter: holder.ID, Budgets: budgets, Cost: cost, Consumer: &holder}},
 	})
 	if err != nil {
 		return quota.Reservation{}, fmt.Errorf("reserving in a quota: %w", err)
 	}
-	return verdict.Quotas[0], nil
+	return verdict.Quotas[0].Reservation, nil
 }
 
 const usedSQL = `
 SELECT coalesce(c.used, 0)
 FROM unnest($2::text[], $3::timestamptz[]) WITH ORDINALITY AS w (unit, window_start, i)
 LEFT JOIN plexsphere.quota_counters AS c
-    ON c.consumer = $1 AND c.unit = w.unit AND c.window_start = w.window_start
+    ON c.counter = $1 AND c.unit = w.unit AND c.window_start = w.window_start
 ORDER BY w.i`
 
 // Used returns what a consumer of [Store.Reserve] has used in each budget's window
@@ -69,7 +70,7 @@ SELECT c.id, c.domain, c.entries::text, c.enrolled_at, ARRAY(
     SELECT coalesce(q.used, 0)
     FROM unnest($4::text[], $5::timestamptz[]) WITH ORDINALITY AS w (unit, window_start, i)
     LEFT JOIN plexsphere.quota_counters AS q
-        ON q.consumer = c.id AND q.unit = w.unit AND q.window_start = w.window_start
+        ON q.counter = c.id AND q.unit = w.unit AND q.window_start = w.window_start
     ORDER BY w.i)
 FROM plexsphere.consumers AS c
 WHERE c.domain = $1 AND c.id > $2 AND ($6::bytea IS NULL OR c.id = $6)
@@ -87,7 +88,7 @@ func (s *Store) Consumers(ctx context.Context, q policy.ConsumersQuery) ([]polic
 		return nil, fmt.Errorf("listing consumers: %w", err)
 	}
 	var only []byte // NULL: all
-	if q.Only != (policy.ConsumerID{}) {
+	if q.Only != (policy.CounterID{}) {
 		only = q.Only[:]
 	}
 	rows, err := s.db.Query(ctx, s.queries.consumers, readable(q.Domain), q.After[:], q.Limit, names, starts, only)
@@ -139,9 +140,8 @@ func currentWindows(units []quota.Unit, now time.Time) (names []string, starts [
 	return names, starts, nil
 }
 
-// libraryConsumer is the holder of a quota that no policy names. A policy's id is the
-// hash of a domain that is not empty, behind its length; so what is hashed here, which
-// begins like an empty domain, is never what a policy hashes.
+// libraryConsumer is the holder of a quota that no policy names. What a policy
+// hashes begins with a kind, which is never 0.
 func libraryConsumer(name string) policy.Consumer {
 	return policy.Consumer{
 		ID:      sha256.Sum256([]byte("\x00store.Reserve\x00" + name)),

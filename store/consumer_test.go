@@ -108,7 +108,7 @@ func TestConsumersInPages(t *testing.T) {
 	t.Parallel()
 
 	s, _ := setup(t)
-	var want []policy.ConsumerID
+	var want []policy.CounterID
 	for i := range 25 {
 		holder := consumer(strconv.Itoa(i))
 		want = append(want, holder.ID)
@@ -120,8 +120,8 @@ func TestConsumersInPages(t *testing.T) {
 		other.Domain = "elsewhere"
 		mustDecide(t, s, quotaRequest(other, dayMonth(9, 9), 1, noon))
 	}
-	slices.SortFunc(want, func(a, b policy.ConsumerID) int { return bytes.Compare(a[:], b[:]) })
-	var got []policy.ConsumerID
+	slices.SortFunc(want, func(a, b policy.CounterID) int { return bytes.Compare(a[:], b[:]) })
+	var got []policy.CounterID
 	query := policy.ConsumersQuery{Domain: "test", Limit: 10, Units: []quota.Unit{quota.Day}, Now: noon}
 	for {
 		page, err := s.Consumers(t.Context(), query)
@@ -165,7 +165,7 @@ func TestC29AnyBytes(t *testing.T) {
 		"%s", "a|b.c:d", "line\nbreak", "\u202e", strings.Repeat("x", 64<<10), strings.Repeat("x", 64<<10) + "y",
 		strings.Repeat("é", 400), strings.Repeat("\x00", 4096), strings.Repeat("\xff", 4096), `{"json":"]"}`, `"quoted"`,
 	}
-	ids := map[policy.ConsumerID]string{}
+	ids := map[policy.CounterID]string{}
 	for _, name := range names {
 		r, err := s.Reserve(t.Context(), name, dayMonth(1, 1), 1, noon)
 		if err != nil || r.Denied >= 0 {

@@ -18,7 +18,7 @@ import (
 	"github.com/weir-dev/weir/quota"
 )
 
-// decideSQL calls the function of migration 0003, which says what each argument is.
+// decideSQL calls the function of migration 0004, which says what each argument is.
 // decideAgainSQL is for a batch that has collided: such batches go one at a time, lest
 // they collide with each other again. An argument is evaluated before the function is
 // called, so whoever waits for the advisory lock ("weir", 1) holds no row.
@@ -156,7 +156,7 @@ type (
 		key   Key
 	}
 	windowID struct {
-		consumer policy.ConsumerID
+		consumer policy.CounterID
 		unit     quota.Unit
 		start    int64 // epoch second
 	}
@@ -229,7 +229,7 @@ func (s *set[T]) order(compare func(a, b T) int, refs []int32) (members []T, wri
 type batch struct {
 	buckets   set[bucketID]
 	windows   set[windowID]
-	consumers map[policy.ConsumerID]enrolment
+	consumers map[policy.CounterID]enrolment
 
 	now            []time.Time
 	debits, quotas []int32
@@ -300,9 +300,9 @@ func (b *batch) addQuota(d policy.QuotaDebit, now time.Time) {
 	if chargeable {
 		if _, ok := b.consumers[d.Consumer.ID]; !ok {
 			if b.consumers == nil {
-				b.consumers = make(map[policy.ConsumerID]enrolment)
+				b.consumers = make(map[policy.CounterID]enrolment)
 			}
-			b.consumers[d.Consumer.ID] = enrolment{consumer: d.Consumer, seen: now}
+			b.consumers[d.Consumer.ID] = enrolment{consumer: *d.Consumer, seen: now}
 		}
 	}
 	b.quotaCost = append(b.quotaCost, d.Cost)
@@ -393,14 +393,14 @@ func (a answers) verdicts(reqs []policy.Request) ([]policy.Verdict, error) {
 			debit++
 		}
 		if len(req.Quotas) > 0 {
-			v.Quotas = make([]quota.Reservation, len(req.Quotas))
+			v.Quotas = make([]policy.QuotaState, len(req.Quotas))
 		}
 		for j, d := range req.Quotas {
 			end := limit + len(d.Budgets)
 			if end > len(a.used) {
 				return nil, errors.New("deciding: the database answered for fewer windows than were asked")
 			}
-			v.Quotas[j] = quota.Reservation{Denied: int(a.denied[quotas]), Used: a.used[limit:end:end]}
+			v.Quotas[j] = policy.QuotaState{Reservation: quota.Reservation{Denied: int(a.denied[quotas]), Used: a.used[limit:end:end]}}
 			quotas++
 			limit = end
 		}

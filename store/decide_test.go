@@ -21,8 +21,16 @@ import (
 	"github.com/weir-dev/weir/quota"
 )
 
+func quotaDebit(c policy.Consumer, budgets []quota.Budget, cost int64) policy.QuotaDebit {
+	return policy.QuotaDebit{Counter: c.ID, Consumer: &c, Budgets: budgets, Cost: cost}
+}
+
+func reserved(denied int, used []int64) policy.QuotaState {
+	return policy.QuotaState{Reservation: quota.Reservation{Denied: denied, Used: used}}
+}
+
 func quotaRequest(c policy.Consumer, budgets []quota.Budget, cost int64, now time.Time) policy.Request {
-	return policy.Request{Now: now, Quotas: []policy.QuotaDebit{{Consumer: c, Budgets: budgets, Cost: cost}}}
+	return policy.Request{Now: now, Quotas: []policy.QuotaDebit{quotaDebit(c, budgets, cost)}}
 }
 
 // usedIn returns what the current windows of a quota hold.
@@ -52,7 +60,7 @@ func TestDecideAllOrNone(t *testing.T) {
 				{Scope: ScopeIngestDomain, Key: domain, Budget: large, Cost: cost},
 				{Scope: ScopeIngestNode, Key: node, Budget: small, Cost: cost},
 			},
-			Quotas: []policy.QuotaDebit{{Consumer: holder, Budgets: dayMonth(day, 100), Cost: 1}},
+			Quotas: []policy.QuotaDebit{quotaDebit(holder, dayMonth(day, 100), 1)},
 		}
 	}
 
@@ -77,7 +85,7 @@ func TestDecideAllOrNone(t *testing.T) {
 			{Covered: true, Tokens: 93, RefilledAt: noon},
 			{Covered: false, Tokens: 3, RefilledAt: noon},
 		},
-		Quotas: []quota.Reservation{{Denied: -1, Used: []int64{1, 1}}},
+		Quotas: []policy.QuotaState{reserved(-1, []int64{1, 1})},
 	}
 	if diff := cmp.Diff(want, mustDecide(t, s, request(7, 5))); diff != "" {
 		t.Errorf("refused by the node (-want +got):\n%s", diff)
@@ -110,13 +118,13 @@ func TestDecideMonthDeniesDayStaysSpent(t *testing.T) {
 		Now:     noon,
 		Budgets: []policy.BudgetDebit{{Scope: ScopeIngestNode, Key: key, Budget: budget, Cost: 5}},
 		Quotas: []policy.QuotaDebit{
-			{Consumer: first, Budgets: dayMonth(10, 10), Cost: 1},
-			{Consumer: second, Budgets: dayMonth(10, 3), Cost: 2},
+			quotaDebit(first, dayMonth(10, 10), 1),
+			quotaDebit(second, dayMonth(10, 3), 2),
 		},
 	}
 	want := policy.Verdict{
 		Budgets: []policy.BudgetState{{Covered: true, Tokens: 100, RefilledAt: noon}},
-		Quotas:  []quota.Reservation{{Denied: -1, Used: []int64{0, 0}}, {Denied: 1, Used: []int64{5, 3}}},
+		Quotas:  []policy.QuotaState{reserved(-1, []int64{0, 0}), reserved(1, []int64{5, 3})},
 	}
 	if diff := cmp.Diff(want, mustDecide(t, s, req)); diff != "" {
 		t.Errorf("denied by the month (-want +got):\n%s", diff)
@@ -185,7 +193,7 @@ func TestDecideSameLimitTwice(t *testing.T) {
 		req := policy.Request{Now: noon}
 		for _, cost := range costs {
 			req.Budgets = append(req.Budgets, policy.BudgetDebit{Scope: ScopeIngestNode, Key: key, Budget: budget, Cost: cost})
-			req.Quotas = append(req.Quotas, policy.QuotaDebit{Consumer: holder, Budgets: dayMonth(20, 20), Cost: cost})
+			req.Quotas = append(req.Quotas, quotaDebit(holder, dayMonth(20, 20), cost))
 		}
 		return req
 	}
@@ -210,7 +218,7 @@ func TestC03ZeroCostReadsOnly(t *testing.T) {
 		return policy.Request{
 			Now:     noon,
 			Budgets: []policy.BudgetDebit{{Scope: ScopeIngestNode, Key: key, Budget: budget, Cost: cost}},
-			Quotas:  []policy.QuotaDebit{{Consumer: holder, Budgets: dayMonth(10, 100), Cost: cost}},
+			Quotas:  []policy.QuotaDebit{quotaDebit(holder, dayMonth(10, 100), cost)},
 		}
 	}
 	v := mustDecide(t, s, request(0))
@@ -235,7 +243,7 @@ func TestC03ZeroCostReadsOnly(t *testing.T) {
 	want := policy.Verdict{
 		Allowed: true,
 		Budgets: []policy.BudgetState{{Covered: true, Tokens: 0, RefilledAt: noon}},
-		Quotas:  []quota.Reservation{{Denied: -1, Used: []int64{10, 10}}},
+		Quotas:  []policy.QuotaState{reserved(-1, []int64{10, 10})},
 	}
 	if diff := cmp.Diff(want, mustDecide(t, s, request(0))); diff != "" {
 		t.Errorf("zero cost beside a locked row (-want +got):\n%s", diff)
@@ -252,8 +260,8 @@ func TestC01RefusedByTheNarrowSparesTheBroad(t *testing.T) {
 	var last policy.Verdict
 	for range 50 {
 		last = mustDecide(t, s, policy.Request{Now: noon, Quotas: []policy.QuotaDebit{
-			{Consumer: user, Budgets: quotaOf(map[quota.Unit]int64{quota.Hour: 1}), Cost: 1},
-			{Consumer: site, Budgets: quotaOf(map[quota.Unit]int64{quota.Hour: 100}), Cost: 1},
+			quotaDebit(user, quotaOf(map[quota.Unit]int64{quota.Hour: 1}), 1),
+			quotaDebit(site, quotaOf(map[quota.Unit]int64{quota.Hour: 100}), 1),
 		}})
 		if last.Allowed {
 			allowed++
@@ -367,7 +375,7 @@ func TestC57WindowsTurnOver(t *testing.T) {
 				t.Errorf("%s at %v: allowed %v, used %d, want %v, %d", u, step.now, v.Allowed, v.Quotas[0].Used[0], step.allowed, step.used)
 			}
 		}
-		if got := count(t, pool, "SELECT count(*) FROM plexsphere.quota_counters WHERE consumer = $1", holder.ID[:]); got != 2 {
+		if got := count(t, pool, "SELECT count(*) FROM plexsphere.quota_counters WHERE counter = $1", holder.ID[:]); got != 2 {
 			t.Errorf("%s: %d rows, want one a window", u, got)
 		}
 	}
@@ -462,7 +470,7 @@ func TestDecideCollidesAndRetries(t *testing.T) {
 	req := policy.Request{
 		Now:     noon,
 		Budgets: []policy.BudgetDebit{{Scope: ScopeIngestNode, Key: key, Budget: budget, Cost: 6}},
-		Quotas:  []policy.QuotaDebit{{Consumer: holder, Budgets: dayMonth(10, 10), Cost: 6}},
+		Quotas:  []policy.QuotaDebit{quotaDebit(holder, dayMonth(10, 10), 6)},
 	}
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
@@ -507,7 +515,7 @@ func TestDecideHundredAtOnce(t *testing.T) {
 				{Scope: ScopeIngestNode, Key: node, Budget: Budget{PerSecond: 1, Burst: 50}, Cost: 1},
 				{Scope: ScopeIngestDomain, Key: domain, Budget: Budget{PerSecond: 1, Burst: 60}, Cost: 1},
 			},
-			Quotas: []policy.QuotaDebit{{Consumer: holder, Budgets: dayMonth(30, 40), Cost: 1}},
+			Quotas: []policy.QuotaDebit{quotaDebit(holder, dayMonth(30, 40), 1)},
 		})
 		if err != nil {
 			t.Error(err)
@@ -545,7 +553,7 @@ func TestP01OverlappingKeys(t *testing.T) {
 
 	var mu sync.Mutex
 	spent := map[Key]int64{}
-	used := map[policy.ConsumerID][2]int64{}
+	used := map[policy.CounterID][2]int64{}
 	// account notes what a verdict says was spent.
 	account := func(req policy.Request, v policy.Verdict) {
 		mu.Lock()
@@ -576,9 +584,7 @@ func TestP01OverlappingKeys(t *testing.T) {
 			req.Budgets = append(req.Budgets, policy.BudgetDebit{
 				Scope: ScopeIngestNode, Key: keys[r.IntN(shared)], Budget: budget, Cost: r.Int64N(30),
 			})
-			req.Quotas = append(req.Quotas, policy.QuotaDebit{
-				Consumer: holders[r.IntN(shared)], Budgets: windows, Cost: r.Int64N(30),
-			})
+			req.Quotas = append(req.Quotas, quotaDebit(holders[r.IntN(shared)], windows, r.Int64N(30)))
 		}
 		return req
 	}

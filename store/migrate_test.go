@@ -171,7 +171,7 @@ func TestCheckSchema(t *testing.T) {
 	if err := CheckSchema(t.Context(), pool, "absent"); err == nil || !strings.Contains(err.Error(), "weir migrate") {
 		t.Errorf("on a schema that is not there: %v, want what to do", err)
 	}
-	for version, want := range map[int]string{4: "", 99: "", 101: "newer weir"} {
+	for version, want := range map[int]string{minSchemaVersion + 1: "", 99: "", 101: "newer weir"} {
 		if _, err := pool.Exec(t.Context(), "INSERT INTO plexsphere.schema_version (version) VALUES ($1)", version); err != nil {
 			t.Fatal(err)
 		}
@@ -230,7 +230,7 @@ func exercise(t *testing.T, s *Store, pool *pgxpool.Pool, schema string) {
 	v := mustDecide(t, s, policy.Request{
 		Now:     noon,
 		Budgets: []policy.BudgetDebit{{Scope: ScopeIngestNode, Key: key, Budget: budget, Cost: 4}},
-		Quotas:  []policy.QuotaDebit{{Consumer: consumer("c"), Budgets: dayMonth(5, 5), Cost: 4}},
+		Quotas:  []policy.QuotaDebit{quotaDebit(consumer("c"), dayMonth(5, 5), 4)},
 	})
 	if !v.Allowed || v.Budgets[0].Tokens != 2 {
 		t.Errorf("Decide = %+v, want 2 left", v)

@@ -48,8 +48,8 @@ func (m *model) take(id bucketID, cost float64, b Budget, now time.Time) bool {
 	return true
 }
 
-func window(c policy.Consumer, b quota.Budget, now time.Time) windowID {
-	return windowID{c.ID, b.Unit, b.Unit.Window(now.Unix()).Start}
+func window(c policy.CounterID, b quota.Budget, now time.Time) windowID {
+	return windowID{c, b.Unit, b.Unit.Window(now.Unix()).Start}
 }
 
 // decide is a whole request: tried on a copy, which is kept only if all is covered.
@@ -66,7 +66,7 @@ func (m *model) decide(req policy.Request) policy.Verdict {
 	for _, d := range req.Quotas {
 		denied := -1
 		for i := len(d.Budgets) - 1; i >= 0 && d.Cost > 0; i-- {
-			left := d.Budgets[i].Limit - trial.windows[window(d.Consumer, d.Budgets[i], req.Now)]
+			left := d.Budgets[i].Limit - trial.windows[window(d.Counter, d.Budgets[i], req.Now)]
 			if d.Cost > left {
 				denied = i
 			}
@@ -74,7 +74,7 @@ func (m *model) decide(req policy.Request) policy.Verdict {
 		if denied < 0 {
 			for _, b := range d.Budgets {
 				if d.Cost > 0 {
-					trial.windows[window(d.Consumer, b, req.Now)] += d.Cost
+					trial.windows[window(d.Counter, b, req.Now)] += d.Cost
 				}
 			}
 		} else if v.Allowed {
@@ -85,11 +85,11 @@ func (m *model) decide(req policy.Request) policy.Verdict {
 					}
 				}
 				for _, b := range d.Budgets[:denied] {
-					m.windows[window(d.Consumer, b, req.Now)] += d.Cost
+					m.windows[window(d.Counter, b, req.Now)] += d.Cost
 				}
 			}
 		}
-		v.Quotas = append(v.Quotas, quota.Reservation{Denied: denied})
+		v.Quotas = append(v.Quotas, policy.QuotaState{Reservation: quota.Reservation{Denied: denied}})
 		v.Allowed = v.Allowed && denied < 0
 	}
 	switch {
@@ -107,7 +107,7 @@ func (m *model) decide(req policy.Request) policy.Verdict {
 	}
 	for i, d := range req.Quotas {
 		for _, b := range d.Budgets {
-			v.Quotas[i].Used = append(v.Quotas[i].Used, m.windows[window(d.Consumer, b, req.Now)])
+			v.Quotas[i].Used = append(v.Quotas[i].Used, m.windows[window(d.Counter, b, req.Now)])
 		}
 	}
 	return v
@@ -145,7 +145,7 @@ func TestModel(t *testing.T) {
 			units := rapid.SampledFrom([][]quota.Unit{
 				{quota.Day, quota.Month}, {quota.Day}, {quota.Second, quota.Hour, quota.Year}, {quota.Minute, quota.Week},
 			}).Draw(rt, "units")
-			d := policy.QuotaDebit{Consumer: rapid.SampledFrom(holders).Draw(rt, "consumer"), Cost: cost.Draw(rt, "cost")}
+			d := quotaDebit(rapid.SampledFrom(holders).Draw(rt, "consumer"), nil, cost.Draw(rt, "cost"))
 			for _, u := range units {
 				d.Budgets = append(d.Budgets, quota.Budget{Key: u.String(), Unit: u, Limit: limit.Draw(rt, "limit")})
 			}
@@ -229,7 +229,7 @@ func compareRows(t *testing.T, rt rapid.TB, db DBTX, m *model) {
 		}
 		got[scope+" "+key] = fmt.Sprintf("%x %d", state.tokens, state.at.UnixMicro())
 	}
-	rows, err = db.Query(t.Context(), "SELECT consumer, unit, window_start, used FROM plexsphere.quota_counters")
+	rows, err = db.Query(t.Context(), "SELECT counter, unit, window_start, used FROM plexsphere.quota_counters")
 	if err != nil {
 		rt.Fatal(err)
 	}

@@ -275,7 +275,7 @@ func TestP04OneOfAHundred(t *testing.T) {
 		"quota": func(ctx context.Context) (bool, error) {
 			v, err := s.Decide(ctx, policy.Request{
 				Now:    noon,
-				Quotas: []policy.QuotaDebit{{Consumer: holder, Budgets: dayMonth(1, 10), Cost: 1}},
+				Quotas: []policy.QuotaDebit{quotaDebit(holder, dayMonth(1, 10), 1)},
 			})
 			return v.Allowed, err
 		},
@@ -312,7 +312,7 @@ func TestP05FirstRequestsRace(t *testing.T) {
 			v, err := s.Decide(ctx, policy.Request{
 				Now:     noon,
 				Budgets: []policy.BudgetDebit{{Scope: ScopeIngestNode, Key: key, Budget: budget, Cost: 1}},
-				Quotas:  []policy.QuotaDebit{{Consumer: holder, Budgets: dayMonth(1000, 1000), Cost: 1}},
+				Quotas:  []policy.QuotaDebit{quotaDebit(holder, dayMonth(1000, 1000), 1)},
 			})
 			return v.Allowed, err
 		},
@@ -331,7 +331,7 @@ func TestP05FirstRequestsRace(t *testing.T) {
 			t.Errorf("%s: admitted %d, want exactly 10", name, got)
 		}
 	}
-	if got := count(t, pool, "SELECT used FROM plexsphere.quota_counters WHERE unit = 'day' AND consumer = $1", holder.ID[:]); got != 10 {
+	if got := count(t, pool, "SELECT used FROM plexsphere.quota_counters WHERE unit = 'day' AND counter = $1", holder.ID[:]); got != 10 {
 		t.Errorf("the day's counter is %d, want 10", got)
 	}
 }
@@ -442,7 +442,7 @@ func TestP10UpdatesAreHeapOnly(t *testing.T) {
 			mustDecide(t, s, policy.Request{
 				Now:     now,
 				Budgets: []policy.BudgetDebit{{Scope: ScopeIngestNode, Key: key, Budget: budget, Cost: 7}},
-				Quotas:  []policy.QuotaDebit{{Consumer: consumer(strconv.Itoa(i)), Budgets: dayMonth(1e6, 1e6), Cost: 7}},
+				Quotas:  []policy.QuotaDebit{quotaDebit(consumer(strconv.Itoa(i)), dayMonth(1e6, 1e6), 7)},
 			})
 		}
 	}

@@ -34,12 +34,12 @@ COMMENT ON INDEX plexsphere.consumers_domain IS
     'For listing a domain''s consumers in pages.';
 
 CREATE TABLE plexsphere.quota_counters (
-    consumer     bytea       NOT NULL,
+    counter      bytea       NOT NULL,
     unit         text        NOT NULL,
     window_start timestamptz NOT NULL,
     used         bigint      NOT NULL,
-    PRIMARY KEY (consumer, unit, window_start),
-    CONSTRAINT quota_counters_consumer CHECK (octet_length(consumer) = 32),
+    PRIMARY KEY (counter, unit, window_start),
+    CONSTRAINT quota_counters_counter CHECK (octet_length(counter) = 32),
     CONSTRAINT quota_counters_unit CHECK (unit IN (
         'second', 'minute', 'hour', 'day', 'week', 'month', 'year')),
     CONSTRAINT quota_counters_window_start CHECK (isfinite(window_start)),
@@ -54,7 +54,7 @@ CREATE TABLE plexsphere.quota_counters (
 
 COMMENT ON TABLE plexsphere.quota_counters IS
     'What each consumer has used in each calendar window (UTC). A missing row is a window of which nothing was used.';
-COMMENT ON COLUMN plexsphere.quota_counters.consumer IS
+COMMENT ON COLUMN plexsphere.quota_counters.counter IS
     'consumers.id.';
 COMMENT ON COLUMN plexsphere.quota_counters.unit IS
     'The window''s length.';

@@ -108,9 +108,9 @@ BEGIN
         IF window_writable > 0 THEN
             FOR rec IN
                 SELECT k.i, c.used
-                FROM unnest(window_consumers, window_units, window_starts) WITH ORDINALITY AS k (consumer, unit, window_start, i)
+                FROM unnest(window_consumers, window_units, window_starts) WITH ORDINALITY AS k (counter, unit, window_start, i)
                 JOIN plexsphere.quota_counters AS c
-                    ON c.consumer = k.consumer AND c.unit = k.unit AND c.window_start = k.window_start
+                    ON c.counter = k.counter AND c.unit = k.unit AND c.window_start = k.window_start
                 WHERE k.i <= window_writable
                 ORDER BY k.i
                 FOR UPDATE OF c
@@ -134,9 +134,9 @@ BEGIN
     IF window_writable < windows THEN
         FOR rec IN
             SELECT k.i, c.used
-            FROM unnest(window_consumers, window_units, window_starts) WITH ORDINALITY AS k (consumer, unit, window_start, i)
+            FROM unnest(window_consumers, window_units, window_starts) WITH ORDINALITY AS k (counter, unit, window_start, i)
             JOIN plexsphere.quota_counters AS c
-                ON c.consumer = k.consumer AND c.unit = k.unit AND c.window_start = k.window_start
+                ON c.counter = k.counter AND c.unit = k.unit AND c.window_start = k.window_start
             WHERE k.i > window_writable
         LOOP
             u[rec.i] := rec.used;
@@ -280,9 +280,9 @@ BEGIN
         WHERE k.id = ANY (holders)
         ORDER BY k.i
         ON CONFLICT DO NOTHING;
-        INSERT INTO plexsphere.quota_counters (consumer, unit, window_start, used)
-        SELECT k.consumer, k.unit, k.window_start, k.used
-        FROM unnest(window_consumers, window_units, window_starts, u, u0) WITH ORDINALITY AS k (consumer, unit, window_start, used, u0, i)
+        INSERT INTO plexsphere.quota_counters (counter, unit, window_start, used)
+        SELECT k.counter, k.unit, k.window_start, k.used
+        FROM unnest(window_consumers, window_units, window_starts, u, u0) WITH ORDINALITY AS k (counter, unit, window_start, used, u0, i)
         WHERE k.u0 IS NULL AND k.used IS NOT NULL
         ORDER BY k.i
         ON CONFLICT DO NOTHING;
@@ -319,8 +319,8 @@ BEGIN
     IF changed > 0 THEN
         UPDATE plexsphere.quota_counters AS c
         SET used = k.used
-        FROM unnest(window_consumers, window_units, window_starts, u, u0) AS k (consumer, unit, window_start, used, u0)
-        WHERE c.consumer = k.consumer AND c.unit = k.unit AND c.window_start = k.window_start
+        FROM unnest(window_consumers, window_units, window_starts, u, u0) AS k (counter, unit, window_start, used, u0)
+        WHERE c.counter = k.counter AND c.unit = k.unit AND c.window_start = k.window_start
             AND k.used <> k.u0;
         GET DIAGNOSTICS n = ROW_COUNT;
         IF n < changed THEN
