@@ -82,7 +82,7 @@ func (b *Batcher) Decide(ctx context.Context, req policy.Request) (policy.Verdic
 	if err := check(req); err != nil {
 		return policy.Verdict{}, fmt.Errorf("deciding a request: %w", err)
 	}
-	if len(req.Budgets) == 0 && len(req.Quotas) == 0 {
+	if !req.Asks() {
 		return policy.Verdict{Allowed: true}, nil
 	}
 	w, _ := waitings.Get().(*waiting)

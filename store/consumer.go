@@ -23,6 +23,9 @@ var _ quota.Store = (*Store)(nil)
 // makes a Store a [quota.Store]. Consumers named here are apart from those of any
 // policy, whatever their names.
 func (s *Store) Reserve(ctx context.Context, consumer string, budgets []quota.Budget, cost int64, now time.Time) (quota.Reservation, error) {
+	if cost < 0 {
+		return quota.Reservation{}, fmt.Errorf("reserving in a quota of %q: %w: %d", consumer, ErrNegativeCost, cost)
+	}
 	holder := libraryConsumer(consumer)
 	verdict, err := s.Decide(ctx, policy.Request{
 		Now:    now,

@@ -212,7 +212,7 @@ func compareRows(t *testing.T, rt rapid.TB, db DBTX, m *model) {
 		want[fmt.Sprint(id.scope, " ", id.key)] = fmt.Sprintf("%x %d", state.tokens, state.at.UnixMicro())
 	}
 	for id, used := range m.windows {
-		want[fmt.Sprintf("%x %s %d", id.consumer, id.unit, id.start)] = strconv.FormatInt(used, 10)
+		want[fmt.Sprintf("%x %s %d", id.counter, id.unit, id.start)] = strconv.FormatInt(used, 10)
 	}
 	got := map[string]string{}
 	rows, err := db.Query(t.Context(), "SELECT scope, bucket_key::text, tokens, refilled_at FROM plexsphere.rate_budgets")

@@ -69,6 +69,7 @@ var (
 type Store struct {
 	db      DBTX
 	queries queries
+	known   *knownConsumers
 }
 
 // queries are the statements, for the store's schema.
@@ -85,7 +86,7 @@ func NewStoreIn(db DBTX, schema string) *Store {
 	if isNil(db) {
 		panic("store: the database handle is nil")
 	}
-	return &Store{db: db, queries: queries{
+	return &Store{db: db, known: &knownConsumers{}, queries: queries{
 		take:        inSchema(takeSQL, schema),
 		deleteIdle:  inSchema(deleteIdleSQL, schema),
 		decide:      inSchema(decideSQL, schema),

@@ -1,4 +1,4 @@
--- What consumers use of their quotas: one row for each consumer and calendar window.
+-- What is used of quotas and rate limits: one row for each counter and calendar window.
 -- A row counts what was used and not what is left, so that a limit edited under use
 -- is right at once. The window's start is part of the key: a new window begins with
 -- no row, whatever became of the last one's.
@@ -21,7 +21,7 @@ CREATE TABLE plexsphere.consumers (
 CREATE UNIQUE INDEX consumers_domain ON plexsphere.consumers (domain, id);
 
 COMMENT ON TABLE plexsphere.consumers IS
-    'The holders of quotas, enrolled by their first charge.';
+    'The holders of quotas: those that a policy names, enrolled when it loads, and others, enrolled by their first charge.';
 COMMENT ON COLUMN plexsphere.consumers.id IS
     'SHA-256 of the domain and of the path that the descriptor matched in the policy.';
 COMMENT ON COLUMN plexsphere.consumers.domain IS
@@ -29,9 +29,22 @@ COMMENT ON COLUMN plexsphere.consumers.domain IS
 COMMENT ON COLUMN plexsphere.consumers.entries IS
     'What the descriptor matched, for people: an array of {"key", "value"}, long texts cut short, bytes that are no printable text escaped as in Go. The id alone identifies.';
 COMMENT ON COLUMN plexsphere.consumers.enrolled_at IS
-    'When the consumer was first charged.';
+    'When the consumer was first charged, or first named by a policy.';
 COMMENT ON INDEX plexsphere.consumers_domain IS
     'For listing a domain''s consumers in pages.';
+
+-- How many consumers a domain has, so that enrolling one need not count them.
+CREATE TABLE plexsphere.consumer_domains (
+    domain    text   NOT NULL PRIMARY KEY,
+    consumers bigint NOT NULL
+) WITH (fillfactor = 50);
+
+COMMENT ON TABLE plexsphere.consumer_domains IS
+    'How many consumers each domain has enrolled. A policy bounds it, so that whoever invents names cannot fill the database.';
+COMMENT ON COLUMN plexsphere.consumer_domains.domain IS
+    'consumers.domain.';
+COMMENT ON COLUMN plexsphere.consumer_domains.consumers IS
+    'The number of its rows in consumers.';
 
 CREATE TABLE plexsphere.quota_counters (
     counter      bytea       NOT NULL,
@@ -53,9 +66,9 @@ CREATE TABLE plexsphere.quota_counters (
 );
 
 COMMENT ON TABLE plexsphere.quota_counters IS
-    'What each consumer has used in each calendar window (UTC). A missing row is a window of which nothing was used.';
+    'What each counter has used in each calendar window (UTC). A missing row is a window of which nothing was used.';
 COMMENT ON COLUMN plexsphere.quota_counters.counter IS
-    'consumers.id.';
+    'consumers.id, or the SHA-256 of another counter: that of a rate_limit''s path, or the one that a domain''s consumers share once there are as many as may be.';
 COMMENT ON COLUMN plexsphere.quota_counters.unit IS
     'The window''s length.';
 COMMENT ON COLUMN plexsphere.quota_counters.window_start IS
@@ -65,4 +78,5 @@ COMMENT ON COLUMN plexsphere.quota_counters.used IS
 
 -- +goose Down
 DROP TABLE plexsphere.quota_counters;
+DROP TABLE plexsphere.consumer_domains;
 DROP TABLE plexsphere.consumers;

@@ -2,90 +2,150 @@
 -- service. A change of its contract is a new function beside it (decide_v2), so that
 -- the binaries before and after a roll-out run on one schema.
 --
--- Rows are locked in the order of the arguments, which callers sort by key, buckets
--- before windows: so calls cannot deadlock. What is decided is decided in memory, in
--- arrival order, as if each request had come alone. Then missing rows are inserted
--- and after that existing ones updated, never the other way round: an insert may have
--- to wait for whoever is updating the row that it collides with, so whoever holds
--- updated rows must not insert any more.
+-- Rows are locked in the order of the arguments, which callers sort by key: rate
+-- budgets, then limiters, then windows. So calls cannot deadlock. What is decided is
+-- decided in memory, in arrival order, as if each request had come alone. Then missing
+-- rows are inserted and after that existing ones updated, never the other way round: an
+-- insert may have to wait for whoever is updating the row that it collides with, so
+-- whoever holds updated rows must not insert any more.
 
 -- +goose Up
 -- +goose StatementBegin
 CREATE FUNCTION plexsphere.decide_v1(
-    -- The buckets that the batch names, each once. Those that may be spent from come
+    -- The rate budgets that the batch names, each once. Those that may be written come
     -- first, sorted by key, and are bucket_writable many; the rest are only read.
     bucket_scopes    text[],
     bucket_keys      uuid[],
     bucket_writable  int,
-    -- The quota windows, in the same manner.
-    window_consumers bytea[],
+    -- The limiters' buckets, in the same manner.
+    limiter_ids        bytea[],
+    limiter_namespaces text[],
+    limiter_subjects   text[],
+    limiter_writable   int,
+    -- The windows, in the same manner.
+    window_counters  bytea[],
     window_units     text[],
     window_starts    timestamptz[],
     window_writable  int,
-    -- The consumers of the writable windows, sorted by id, and when each is seen.
+    -- Consumers that may not be enrolled yet, sorted by id, and when each is seen. A
+    -- named one is never enrolled here; others only while the domain has fewer than
+    -- consumer_most, if that is not 0.
     consumer_ids     bytea[],
     consumer_domains text[],
     consumer_entries text[],
+    consumer_named   boolean[],
+    consumer_most    bigint[],
     consumer_seen    timestamptz[],
     -- The requests, in arrival order: each one's instant, and how many of the
-    -- following debits and quotas are its.
+    -- following debits, takes and quotas are its.
     request_nows     timestamptz[],
     request_debits   int[],
+    request_takes    int[],
     request_quotas   int[],
-    -- The debits from buckets.
+    -- The debits from rate budgets.
     debit_buckets    int[],
     debit_costs      float8[],
     debit_rates      float8[],
     debit_bursts     float8[],
+    -- The takes from limiters, in tokens.
+    take_buckets     int[],
+    take_costs       bigint[],
+    take_permits     bigint[],
+    take_periods     bigint[],      -- microseconds
+    take_bursts      bigint[],
     -- The quotas: what each costs and how many of the following limits are its. A
-    -- quota that is not chargeable (cost 0, or above a whole limit) is only read.
+    -- quota that is not chargeable (cost 0, or above a whole limit) is only read. An
+    -- optional one refuses the request only together with all other optional ones.
+    -- The consumer is an index into consumers, 0 where it is known or there is none.
     quota_costs      bigint[],
     quota_limits     int[],
     quota_chargeable boolean[],
-    -- The limits of quotas, shortest window first.
+    quota_optional   boolean[],
+    quota_consumers  int[],
+    -- The limits of quotas, shortest window first. The overflow is the window that
+    -- counts instead when the consumer may not be enrolled, 0 for none.
     limit_windows    int[],
+    limit_overflows  int[],
     limit_units      bigint[],
 
-    -- Answers, by request, by debit, by quota and by limit.
-    OUT allowed     boolean[],
-    OUT covered     boolean[],
-    OUT tokens_left float8[],
-    OUT tokens_at   timestamptz[],
-    OUT denied      int[],       -- index from 0 of the first limit that denies, or -1
-    OUT units_used  bigint[]
+    -- Answers, by request, debit, take, quota, limit and consumer.
+    OUT allowed       boolean[],
+    OUT covered       boolean[],
+    OUT tokens_left   float8[],
+    OUT tokens_at     timestamptz[],
+    OUT take_covered  boolean[],
+    OUT take_levels   bigint[],      -- token-microseconds of the take's own policy
+    OUT take_at       timestamptz[],
+    OUT denied        int[],         -- index from 0 of the first limit that denies, or -1
+    OUT quota_states  int[],         -- 0, 1: a named consumer is unknown, 2: overflow
+    OUT units_used    bigint[],
+    OUT enrolled      boolean[]
 ) LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    buckets constant int := cardinality(bucket_scopes);
-    windows constant int := cardinality(window_units);
+    buckets  constant int := cardinality(bucket_scopes);
+    limiters constant int := cardinality(limiter_ids);
+    windows  constant int := cardinality(window_units);
+    holders  constant int := cardinality(consumer_ids);
 
-    -- Working state and what the rows held, by bucket and by window. NULL: no row.
+    -- Working state and what the rows held (…0), by bucket, limiter and window. NULL:
+    -- no row.
     t  float8[];
     a  timestamptz[];
     t0 float8[];
     a0 timestamptz[];
+
+    v   bigint[];       -- a limiter's level
+    va  timestamptz[];  -- as of when
+    vm  bigint[];       -- the same in microseconds
+    vp  bigint[];       -- the policy that wrote it: permits,
+    vd  bigint[];       -- period
+    vb  bigint[];       -- and burst
+    ve  timestamptz[];  -- when it expires
+    v0  bigint[];
+    vm0 bigint[];
+    adopted boolean[];  -- whether another policy's row became one of this batch
+    moved   boolean[];  -- whether the row is to be updated
+
     u  bigint[];
     u0 bigint[];
 
-    -- A bucket before each debit, to undo it.
+    -- A row before each debit, take and limit, to undo it.
     was_t float8[];
     was_a timestamptz[];
+    was_v bigint[];
+    was_va timestamptz[];
+    was_vm bigint[];
+    was_ve timestamptz[];
+    was_u bigint[];
 
     d int := 0;  -- debits before the request
+    p int := 0;  -- takes before the request
     q int := 0;  -- quotas before the request
     l int := 0;  -- limits before the request
     ql int;      -- limits before the quota
     i int;
+    c int;
     rec record;
     n bigint;
     instant timestamptz;
+    micros  bigint;     -- the instant
     level   float8;
+    balance bigint;
+    whole   bigint;     -- a limiter's capacity
+    wait    bigint;     -- microseconds until a limiter is full
     ok      boolean;
+    charged boolean[];  -- by quota
+    optionals int;      -- of the request
+    refusing  int;      -- of them
     denier  int;        -- the first quota that denies, unless a bucket refused
     denier_l int;
     minted  int;
     changed int;
-    holders bytea[];    -- consumers of new windows
+    domain_counts jsonb; -- consumers by domain, where there are new ones
+    wanted  boolean[];   -- consumers to enrol
+    via     int[];       -- by limit, the window that counts
 BEGIN
+    -- Lock and read.
     IF buckets > 0 THEN
         t := array_fill(NULL::float8, ARRAY[buckets]);
         a := array_fill(NULL::timestamptz, ARRAY[buckets]);
@@ -103,22 +163,52 @@ BEGIN
             END LOOP;
         END IF;
     END IF;
+    IF limiters > 0 THEN
+        v := array_fill(NULL::bigint, ARRAY[limiters]);
+        vm := v;
+        vp := v;
+        vd := v;
+        vb := v;
+        va := array_fill(NULL::timestamptz, ARRAY[limiters]);
+        ve := va;
+        adopted := array_fill(false, ARRAY[limiters]);
+        moved := adopted;
+        IF limiter_writable > 0 THEN
+            FOR rec IN
+                SELECT k.i, b.*, (extract(epoch FROM b.refilled_at) * 1000000)::bigint AS micros
+                FROM unnest(limiter_ids) WITH ORDINALITY AS k (id, i)
+                JOIN plexsphere.limiter_buckets AS b ON b.id = k.id
+                WHERE k.i <= limiter_writable
+                ORDER BY k.i
+                FOR UPDATE OF b
+            LOOP
+                v[rec.i] := rec.level;
+                va[rec.i] := rec.refilled_at;
+                vm[rec.i] := rec.micros;
+                vp[rec.i] := rec.permits;
+                vd[rec.i] := rec.period_us;
+                vb[rec.i] := rec.burst;
+                ve[rec.i] := rec.expires_at;
+            END LOOP;
+        END IF;
+    END IF;
     IF windows > 0 THEN
         u := array_fill(NULL::bigint, ARRAY[windows]);
         IF window_writable > 0 THEN
             FOR rec IN
-                SELECT k.i, c.used
-                FROM unnest(window_consumers, window_units, window_starts) WITH ORDINALITY AS k (counter, unit, window_start, i)
-                JOIN plexsphere.quota_counters AS c
-                    ON c.counter = k.counter AND c.unit = k.unit AND c.window_start = k.window_start
+                SELECT k.i, w.used
+                FROM unnest(window_counters, window_units, window_starts) WITH ORDINALITY AS k (counter, unit, window_start, i)
+                JOIN plexsphere.quota_counters AS w
+                    ON w.counter = k.counter AND w.unit = k.unit AND w.window_start = k.window_start
                 WHERE k.i <= window_writable
                 ORDER BY k.i
-                FOR UPDATE OF c
+                FOR UPDATE OF w
             LOOP
                 u[rec.i] := rec.used;
             END LOOP;
         END IF;
     END IF;
+
     -- What is only read is read last, when nobody is waited for any more.
     IF bucket_writable < buckets THEN
         FOR rec IN
@@ -131,20 +221,54 @@ BEGIN
             a[rec.i] := rec.refilled_at;
         END LOOP;
     END IF;
+    IF limiter_writable < limiters THEN
+        FOR rec IN
+            SELECT k.i, b.*, (extract(epoch FROM b.refilled_at) * 1000000)::bigint AS micros
+            FROM unnest(limiter_ids) WITH ORDINALITY AS k (id, i)
+            JOIN plexsphere.limiter_buckets AS b ON b.id = k.id
+            WHERE k.i > limiter_writable
+        LOOP
+            v[rec.i] := rec.level;
+            va[rec.i] := rec.refilled_at;
+            vm[rec.i] := rec.micros;
+            vp[rec.i] := rec.permits;
+            vd[rec.i] := rec.period_us;
+            vb[rec.i] := rec.burst;
+            ve[rec.i] := rec.expires_at;
+        END LOOP;
+    END IF;
     IF window_writable < windows THEN
         FOR rec IN
-            SELECT k.i, c.used
-            FROM unnest(window_consumers, window_units, window_starts) WITH ORDINALITY AS k (counter, unit, window_start, i)
-            JOIN plexsphere.quota_counters AS c
-                ON c.counter = k.counter AND c.unit = k.unit AND c.window_start = k.window_start
+            SELECT k.i, w.used
+            FROM unnest(window_counters, window_units, window_starts) WITH ORDINALITY AS k (counter, unit, window_start, i)
+            JOIN plexsphere.quota_counters AS w
+                ON w.counter = k.counter AND w.unit = k.unit AND w.window_start = k.window_start
             WHERE k.i > window_writable
         LOOP
             u[rec.i] := rec.used;
         END LOOP;
     END IF;
+    IF holders > 0 THEN
+        enrolled := array_fill(false, ARRAY[holders]);
+        wanted := enrolled;
+        FOR rec IN
+            SELECT k.i
+            FROM unnest(consumer_ids) WITH ORDINALITY AS k (id, i)
+            JOIN plexsphere.consumers AS h ON h.id = k.id
+        LOOP
+            enrolled[rec.i] := true;
+        END LOOP;
+        SELECT coalesce(jsonb_object_agg(h.domain, h.consumers), '{}')
+        INTO domain_counts
+        FROM plexsphere.consumer_domains AS h
+        WHERE h.domain = ANY (consumer_domains);
+    END IF;
     t0 := t;
     a0 := a;
+    v0 := v;
+    vm0 := vm;
     u0 := u;
+    via := limit_windows;
 
     FOR r IN 1 .. cardinality(request_nows) LOOP
         instant := request_nows[r];
@@ -157,7 +281,7 @@ BEGIN
             i := debit_buckets[k];
             was_t[k] := t[i];
             was_a[k] := a[i];
-            IF debit_costs[k] = 0 THEN
+            IF debit_costs[k] = 0 OR debit_costs[k] < 0 AND t[i] IS NULL THEN
                 covered[k] := true;
                 CONTINUE;
             END IF;
@@ -170,7 +294,7 @@ BEGIN
             END IF;
             IF debit_costs[k] <= level THEN
                 covered[k] := true;
-                t[i] := level - debit_costs[k];
+                t[i] := least(debit_bursts[k], level - debit_costs[k]);
                 a[i] := greatest(a[i], instant);
             ELSE
                 covered[k] := false;
@@ -178,32 +302,159 @@ BEGIN
             END IF;
         END LOOP;
 
+        IF request_takes[r] > 0 THEN
+            micros := (extract(epoch FROM instant) * 1000000)::bigint;
+        END IF;
+        FOR k IN p + 1 .. p + request_takes[r] LOOP
+            i := take_buckets[k];
+            whole := take_bursts[k] * take_periods[k];
+            -- A row of another policy becomes one of this policy, once: refilled by its
+            -- own up to now, cut to the new capacity, and not undone by a refusal, or
+            -- a policy that was raised might never be reached.
+            IF i <= limiter_writable AND v[i] IS NOT NULL AND (vp[i] <> take_permits[k] OR vd[i] <> take_periods[k] OR vb[i] <> take_bursts[k]) THEN
+                balance := v[i];
+                n := greatest(0, micros - vm[i]);
+                IF balance >= vb[i] * vd[i] OR n > (vb[i] * vd[i] - balance) / vp[i] THEN
+                    balance := vb[i] * vd[i];
+                ELSE
+                    balance := balance + n * vp[i];
+                END IF;
+                v[i] := least(whole, floor(balance::numeric * take_periods[k] / vd[i]))::bigint;
+                IF micros > vm[i] THEN
+                    va[i] := instant;
+                    vm[i] := micros;
+                END IF;
+                vp[i] := take_permits[k];
+                vd[i] := take_periods[k];
+                vb[i] := take_bursts[k];
+                wait := (whole - v[i]) / vp[i] + 1;
+                ve[i] := greatest(ve[i], CASE WHEN wait < 4503599627370496 THEN va[i] + wait * interval '1 microsecond' ELSE 'infinity' END);
+                adopted[i] := true;
+            END IF;
+            was_v[k] := v[i];
+            was_va[k] := va[i];
+            was_vm[k] := vm[i];
+            was_ve[k] := ve[i];
+            IF take_costs[k] = 0 OR take_costs[k] < 0 AND v[i] IS NULL THEN
+                take_covered[k] := true;
+                CONTINUE;
+            END IF;
+            take_covered[k] := false;
+            IF take_costs[k] <= take_bursts[k] THEN
+                IF v[i] IS NULL THEN
+                    balance := whole;
+                ELSE
+                    balance := v[i];
+                    n := greatest(0, micros - vm[i]);
+                    IF balance >= whole OR n > (whole - balance) / take_permits[k] THEN
+                        balance := whole;
+                    ELSE
+                        balance := balance + n * take_permits[k];
+                    END IF;
+                END IF;
+                IF take_costs[k] * take_periods[k] <= balance THEN
+                    take_covered[k] := true;
+                    -- A refund, written so that nothing overflows.
+                    IF take_costs[k] < 0 AND balance > whole + take_costs[k] * take_periods[k] THEN
+                        v[i] := whole;
+                    ELSE
+                        v[i] := balance - take_costs[k] * take_periods[k];
+                    END IF;
+                    IF vm[i] IS NULL OR micros > vm[i] THEN
+                        va[i] := instant;
+                        vm[i] := micros;
+                    END IF;
+                    vp[i] := take_permits[k];
+                    vd[i] := take_periods[k];
+                    vb[i] := take_bursts[k];
+                    wait := (whole - v[i]) / vp[i] + 1;
+                    -- After a change of policy the old one's expiry holds until it
+                    -- has passed.
+                    ve[i] := CASE WHEN wait < 4503599627370496 THEN va[i] + wait * interval '1 microsecond' ELSE 'infinity' END;
+                    IF adopted[i] THEN
+                        ve[i] := greatest(was_ve[k], ve[i]);
+                    END IF;
+                END IF;
+            END IF;
+            IF NOT take_covered[k] THEN
+                ok := false;
+            END IF;
+        END LOOP;
+
+        optionals := 0;
+        refusing := 0;
         ql := l;
         FOR z IN q + 1 .. q + request_quotas[r] LOOP
             denied[z] := -1;
-            IF quota_costs[z] > 0 THEN
-                FOR k IN 1 .. quota_limits[z] LOOP
+            charged[z] := false;
+            quota_states[z] := 0;
+            c := quota_consumers[z];
+            IF c > 0 AND NOT enrolled[c] THEN
+                IF consumer_named[c] THEN
+                    quota_states[z] := 1;
+                    ql := ql + quota_limits[z];
+                    CONTINUE;
+                END IF;
+                IF NOT wanted[c] THEN
+                    n := coalesce((domain_counts ->> consumer_domains[c])::bigint, 0);
+                    IF consumer_most[c] > 0 AND n >= consumer_most[c] THEN
+                        quota_states[z] := 2;
+                        FOR k IN ql + 1 .. ql + quota_limits[z] LOOP
+                            via[k] := limit_overflows[k];
+                        END LOOP;
+                    ELSE
+                        wanted[c] := true;
+                        domain_counts := jsonb_set(domain_counts, ARRAY[consumer_domains[c]], to_jsonb(n + 1));
+                    END IF;
+                END IF;
+            END IF;
+            IF quota_costs[z] < 0 THEN
+                FOR k IN ql + 1 .. ql + quota_limits[z] LOOP
+                    -- What has no row of its own was charged to the overflow.
+                    IF u[via[k]] IS NULL AND limit_overflows[k] > 0 THEN
+                        via[k] := limit_overflows[k];
+                    END IF;
+                    i := via[k];
+                    was_u[k] := u[i];
+                    u[i] := greatest(0, u[i] + quota_costs[z]);
+                    IF was_u[k] IS NULL THEN
+                        u[i] := NULL; -- greatest ignores NULL
+                    END IF;
+                END LOOP;
+                charged[z] := true;
+            ELSIF quota_costs[z] > 0 THEN
+                FOR k IN ql + 1 .. ql + quota_limits[z] LOOP
                     -- Written so that nothing overflows.
-                    IF quota_costs[z] > limit_units[ql + k]
-                        OR coalesce(u[limit_windows[ql + k]], 0) > limit_units[ql + k] - quota_costs[z]
+                    IF quota_costs[z] > limit_units[k]
+                        OR coalesce(u[via[k]], 0) > limit_units[k] - quota_costs[z]
                     THEN
-                        denied[z] := k - 1;
+                        denied[z] := k - ql - 1;
                         EXIT;
                     END IF;
                 END LOOP;
                 IF denied[z] < 0 THEN
-                    FOR k IN 1 .. quota_limits[z] LOOP
-                        i := limit_windows[ql + k];
+                    FOR k IN ql + 1 .. ql + quota_limits[z] LOOP
+                        i := via[k];
+                        was_u[k] := u[i];
                         u[i] := coalesce(u[i], 0) + quota_costs[z];
                     END LOOP;
+                    charged[z] := true;
+                ELSIF quota_optional[z] THEN
+                    refusing := refusing + 1;
                 ELSIF ok THEN
                     ok := false;
                     denier := z;
                     denier_l := ql;
                 END IF;
             END IF;
+            IF quota_optional[z] THEN
+                optionals := optionals + 1;
+            END IF;
             ql := ql + quota_limits[z];
         END LOOP;
+        IF optionals > 0 AND refusing = optionals THEN
+            ok := false;
+        END IF;
 
         IF NOT ok THEN
             FOR k IN REVERSE d + request_debits[r] .. d + 1 LOOP
@@ -211,41 +462,71 @@ BEGIN
                 t[i] := was_t[k];
                 a[i] := was_a[k];
             END LOOP;
+            FOR k IN REVERSE p + request_takes[r] .. p + 1 LOOP
+                i := take_buckets[k];
+                v[i] := was_v[k];
+                va[i] := was_va[k];
+                vm[i] := was_vm[k];
+                ve[i] := was_ve[k];
+            END LOOP;
             ql := l;
             FOR z IN q + 1 .. q + request_quotas[r] LOOP
-                IF quota_costs[z] > 0 AND denied[z] < 0 THEN
-                    FOR k IN 1 .. quota_limits[z] LOOP
-                        i := limit_windows[ql + k];
-                        -- Back to no row, where there was none.
-                        u[i] := CASE WHEN u[i] > quota_costs[z] OR u0[i] IS NOT NULL THEN u[i] - quota_costs[z] END;
+                ql := ql + quota_limits[z];
+            END LOOP;
+            FOR z IN REVERSE q + request_quotas[r] .. q + 1 LOOP
+                ql := ql - quota_limits[z];
+                IF charged[z] THEN
+                    FOR k IN REVERSE ql + quota_limits[z] .. ql + 1 LOOP
+                        u[via[k]] := was_u[k];
                     END LOOP;
                 END IF;
-                ql := ql + quota_limits[z];
             END LOOP;
             -- The exception: what a later window denies stays spent in the earlier
             -- ones of its quota.
             IF denier IS NOT NULL AND quota_chargeable[denier] THEN
-                FOR k IN 1 .. denied[denier] LOOP
-                    i := limit_windows[denier_l + k];
+                FOR k IN denier_l + 1 .. denier_l + denied[denier] LOOP
+                    i := via[k];
                     u[i] := coalesce(u[i], 0) + quota_costs[denier];
                 END LOOP;
             END IF;
         END IF;
 
+        -- What each row holds now is the answer.
         allowed[r] := ok;
         FOR k IN d + 1 .. d + request_debits[r] LOOP
             i := debit_buckets[k];
             tokens_left[k] := coalesce(t[i], debit_bursts[k]);
             tokens_at[k] := coalesce(a[i], instant);
         END LOOP;
-        FOR k IN l + 1 .. ql LOOP
-            units_used[k] := coalesce(u[limit_windows[k]], 0);
+        FOR k IN p + 1 .. p + request_takes[r] LOOP
+            i := take_buckets[k];
+            take_levels[k] := coalesce(v[i], take_bursts[k] * take_periods[k]);
+            take_at[k] := coalesce(va[i], instant);
+            -- A row that is only read may be another policy's.
+            IF v[i] IS NOT NULL AND (vp[i] <> take_permits[k] OR vd[i] <> take_periods[k] OR vb[i] <> take_bursts[k]) THEN
+                balance := v[i];
+                n := greatest(0, micros - vm[i]);
+                IF balance >= vb[i] * vd[i] OR n > (vb[i] * vd[i] - balance) / vp[i] THEN
+                    balance := vb[i] * vd[i];
+                ELSE
+                    balance := balance + n * vp[i];
+                END IF;
+                take_levels[k] := least(take_bursts[k] * take_periods[k], floor(balance::numeric * take_periods[k] / vd[i]))::bigint;
+                take_at[k] := greatest(va[i], instant);
+            END IF;
+        END LOOP;
+        FOR z IN q + 1 .. q + request_quotas[r] LOOP
+            FOR k IN l + 1 .. l + quota_limits[z] LOOP
+                units_used[k] := coalesce(u[via[k]], 0);
+            END LOOP;
+            l := l + quota_limits[z];
         END LOOP;
         d := d + request_debits[r];
+        p := p + request_takes[r];
         q := q + request_quotas[r];
-        l := ql;
     END LOOP;
 
+    -- Insert what is new.
     minted := 0;
     FOR k IN 1 .. bucket_writable LOOP
         IF t0[k] IS NULL AND t[k] IS NOT NULL THEN
@@ -266,23 +547,35 @@ BEGIN
     END IF;
 
     minted := 0;
-    FOR k IN 1 .. window_writable LOOP
-        IF u0[k] IS NULL AND u[k] IS NOT NULL THEN
+    FOR k IN 1 .. limiter_writable LOOP
+        IF v0[k] IS NULL AND v[k] IS NOT NULL THEN
             minted := minted + 1;
-            holders[minted] := window_consumers[k];
         END IF;
     END LOOP;
     IF minted > 0 THEN
-        -- Windows may be new to a consumer that is known, or enrolled meanwhile.
-        INSERT INTO plexsphere.consumers (id, domain, entries, enrolled_at)
-        SELECT k.id, k.domain, k.entries::jsonb, k.seen
-        FROM unnest(consumer_ids, consumer_domains, consumer_entries, consumer_seen) WITH ORDINALITY AS k (id, domain, entries, seen, i)
-        WHERE k.id = ANY (holders)
+        INSERT INTO plexsphere.limiter_buckets (id, namespace, subject, level, refilled_at, permits, period_us, burst, expires_at)
+        SELECT k.id, k.namespace, k.subject, k.level, k.refilled_at, k.permits, k.period_us, k.burst, k.expires_at
+        FROM unnest(limiter_ids, limiter_namespaces, limiter_subjects, v, va, vp, vd, vb, ve, v0) WITH ORDINALITY
+            AS k (id, namespace, subject, level, refilled_at, permits, period_us, burst, expires_at, v0, i)
+        WHERE k.v0 IS NULL AND k.level IS NOT NULL
         ORDER BY k.i
         ON CONFLICT DO NOTHING;
+        GET DIAGNOSTICS n = ROW_COUNT;
+        IF n < minted THEN
+            RAISE SQLSTATE '40001' USING MESSAGE = 'another decision minted a limiter''s bucket meanwhile';
+        END IF;
+    END IF;
+
+    minted := 0;
+    FOR k IN 1 .. window_writable LOOP
+        IF u0[k] IS NULL AND u[k] IS NOT NULL THEN
+            minted := minted + 1;
+        END IF;
+    END LOOP;
+    IF minted > 0 THEN
         INSERT INTO plexsphere.quota_counters (counter, unit, window_start, used)
         SELECT k.counter, k.unit, k.window_start, k.used
-        FROM unnest(window_consumers, window_units, window_starts, u, u0) WITH ORDINALITY AS k (counter, unit, window_start, used, u0, i)
+        FROM unnest(window_counters, window_units, window_starts, u, u0) WITH ORDINALITY AS k (counter, unit, window_start, used, u0, i)
         WHERE k.u0 IS NULL AND k.used IS NOT NULL
         ORDER BY k.i
         ON CONFLICT DO NOTHING;
@@ -292,6 +585,33 @@ BEGIN
         END IF;
     END IF;
 
+    IF true = ANY (wanted) THEN
+        -- Only those whose windows were opened: a refusal enrols nobody.
+        WITH fresh AS (
+            INSERT INTO plexsphere.consumers (id, domain, entries, enrolled_at)
+            SELECT k.id, k.domain, k.entries::jsonb, k.seen
+            FROM unnest(consumer_ids, consumer_domains, consumer_entries, consumer_seen, wanted) WITH ORDINALITY AS k (id, domain, entries, seen, wanted, i)
+            WHERE k.wanted AND EXISTS (
+                SELECT FROM unnest(window_counters, u) AS w (counter, used)
+                WHERE w.counter = k.id AND w.used IS NOT NULL)
+            ORDER BY k.i
+            ON CONFLICT DO NOTHING
+            RETURNING domain
+        )
+        INSERT INTO plexsphere.consumer_domains AS h (domain, consumers)
+        SELECT f.domain, count(*) FROM fresh AS f GROUP BY f.domain ORDER BY f.domain
+        ON CONFLICT (domain) DO UPDATE SET consumers = h.consumers + excluded.consumers;
+        FOR k IN 1 .. window_writable LOOP
+            IF u[k] IS NOT NULL THEN
+                i := array_position(consumer_ids, window_counters[k]);
+                IF i IS NOT NULL AND wanted[i] THEN
+                    enrolled[i] := true;
+                END IF;
+            END IF;
+        END LOOP;
+    END IF;
+
+    -- Update what was there.
     changed := 0;
     FOR k IN 1 .. bucket_writable LOOP
         IF t[k] <> t0[k] OR a[k] <> a0[k] THEN
@@ -311,16 +631,36 @@ BEGIN
     END IF;
 
     changed := 0;
+    FOR k IN 1 .. limiter_writable LOOP
+        IF v0[k] IS NOT NULL AND (adopted[k] OR v[k] <> v0[k] OR vm[k] <> vm0[k]) THEN
+            moved[k] := true;
+            changed := changed + 1;
+        END IF;
+    END LOOP;
+    IF changed > 0 THEN
+        UPDATE plexsphere.limiter_buckets AS b
+        SET level = k.level, refilled_at = k.refilled_at, permits = k.permits,
+            period_us = k.period_us, burst = k.burst, expires_at = k.expires_at
+        FROM unnest(limiter_ids, v, va, vp, vd, vb, ve, moved)
+            AS k (id, level, refilled_at, permits, period_us, burst, expires_at, moved)
+        WHERE b.id = k.id AND k.moved;
+        GET DIAGNOSTICS n = ROW_COUNT;
+        IF n < changed THEN
+            RAISE SQLSTATE '40001' USING MESSAGE = 'a locked limiter''s bucket is gone';
+        END IF;
+    END IF;
+
+    changed := 0;
     FOR k IN 1 .. window_writable LOOP
         IF u[k] <> u0[k] THEN
             changed := changed + 1;
         END IF;
     END LOOP;
     IF changed > 0 THEN
-        UPDATE plexsphere.quota_counters AS c
+        UPDATE plexsphere.quota_counters AS w
         SET used = k.used
-        FROM unnest(window_consumers, window_units, window_starts, u, u0) AS k (counter, unit, window_start, used, u0)
-        WHERE c.counter = k.counter AND c.unit = k.unit AND c.window_start = k.window_start
+        FROM unnest(window_counters, window_units, window_starts, u, u0) AS k (counter, unit, window_start, used, u0)
+        WHERE w.counter = k.counter AND w.unit = k.unit AND w.window_start = k.window_start
             AND k.used <> k.u0;
         GET DIAGNOSTICS n = ROW_COUNT;
         IF n < changed THEN
@@ -332,7 +672,7 @@ $$;
 -- +goose StatementEnd
 
 COMMENT ON FUNCTION plexsphere.decide_v1 IS
-    'Decides a batch of requests in arrival order: each one''s buckets and quota windows are charged or none, except that a quota denied by a later window stays spent in its earlier ones.';
+    'Decides a batch of requests in arrival order: each one''s rate budgets, limiters and windows are charged or none, except that a quota denied by a later window stays spent in its earlier ones.';
 
 -- +goose Down
 DROP FUNCTION plexsphere.decide_v1;
