@@ -49,7 +49,7 @@ type BudgetDebit struct {
 // A LimiterDebit takes tokens from one limiter's bucket.
 type LimiterDebit struct {
 	Bucket LimiterBucket
-	Policy LimiterPolicy // must be valid
+	Policy LimiterPolicy // must be valid, and the same for all debits from one bucket in a request
 	Cost   int64         // tokens. 0 is covered and a cost above the burst is not, and neither is written
 }
 

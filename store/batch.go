@@ -30,7 +30,7 @@ func compareBuckets(a, b bucketID) int {
 	return cmp.Or(cmp.Compare(a.scope, b.scope), bytes.Compare(a.key[:], b.key[:]))
 }
 
-func compareLimiters(a, b policy.CounterID) int { return bytes.Compare(a[:], b[:]) }
+func compareCounters(a, b policy.CounterID) int { return bytes.Compare(a[:], b[:]) }
 
 func compareWindows(a, b windowID) int {
 	return cmp.Or(bytes.Compare(a.counter[:], b.counter[:]), cmp.Compare(a.unit, b.unit), cmp.Compare(a.start, b.start))
@@ -197,7 +197,7 @@ func (b *batch) addQuota(d *policy.QuotaDebit, now time.Time) {
 	unknown := d.Consumer != nil && !b.known.has(d.Counter)
 	overflows := unknown && d.Consumer.Overflow != policy.CounterID{}
 	var consumer int32
-	if unknown && d.Cost > 0 {
+	if unknown && d.Cost != 0 {
 		consumer = b.addConsumer(d.Consumer, now)
 	}
 	b.quotaCost = append(b.quotaCost, d.Cost)
@@ -245,7 +245,7 @@ func (b *batch) args() []any {
 		keys[i] = pgtype.UUID{Bytes: id.key, Valid: true}
 	}
 
-	limiters, writableLimiters := b.limiters.order(compareLimiters, b.takeBucket)
+	limiters, writableLimiters := b.limiters.order(compareCounters, b.takeBucket)
 	limiterIDs := make([][]byte, len(limiters))
 	namespaces := make([]string, len(limiters))
 	subjects := make([]string, len(limiters))
@@ -308,10 +308,10 @@ func (b *batch) orderConsumers() {
 	if len(b.consumers) < 2 {
 		return
 	}
-	slices.SortFunc(b.consumers, func(a, c enrolment) int { return compareLimiters(a.consumer.ID, c.consumer.ID) })
+	slices.SortFunc(b.consumers, func(a, c enrolment) int { return compareCounters(a.consumer.ID, c.consumer.ID) })
 	place := make([]int32, len(b.consumers)+1)
 	for i, e := range b.consumers {
-		place[b.seen[e.consumer.ID]] = int32(i) + 1 //nolint:gosec // no batch has 2^31 consumers
+		place[b.seen[e.consumer.ID]] = int32(i) + 1
 	}
 	for i, c := range b.quotaConsumer {
 		b.quotaConsumer[i] = place[c]

@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -35,6 +36,46 @@ func (s *Store) Reserve(ctx context.Context, consumer string, budgets []quota.Bu
 		return quota.Reservation{}, fmt.Errorf("reserving in a quota: %w", err)
 	}
 	return verdict.Quotas[0].Reservation, nil
+}
+
+// enrolBatch bounds how many consumers one statement enrols.
+const enrolBatch = 1000
+
+const enrolSQL = `
+WITH fresh AS (
+    INSERT INTO plexsphere.consumers (id, domain, entries, enrolled_at)
+    SELECT k.id, k.domain, k.entries::jsonb, $4
+    FROM unnest($1::bytea[], $2::text[], $3::text[]) WITH ORDINALITY AS k (id, domain, entries, i)
+    ORDER BY k.i
+    ON CONFLICT DO NOTHING
+    RETURNING domain
+)
+INSERT INTO plexsphere.consumer_domains AS h (domain, consumers)
+SELECT f.domain, count(*) FROM fresh AS f GROUP BY f.domain ORDER BY f.domain
+ON CONFLICT (domain) DO UPDATE SET consumers = h.consumers + excluded.consumers`
+
+// Enrol makes consumers known, as a policy does with those that it names when it loads. Those
+// that are known already stay as they are. It is done in statements of 1,000.
+func (s *Store) Enrol(ctx context.Context, consumers []policy.Consumer, now time.Time) error {
+	if err := checkNow(now); err != nil {
+		return fmt.Errorf("enrolling consumers: %w", err)
+	}
+	sorted := slices.Clone(consumers)
+	slices.SortFunc(sorted, func(a, b policy.Consumer) int { return compareCounters(a.ID, b.ID) })
+	for chunk := range slices.Chunk(sorted, enrolBatch) {
+		ids := make([][]byte, len(chunk))
+		domains := make([]string, len(chunk))
+		entries := make([]string, len(chunk))
+		for i := range chunk {
+			ids[i] = chunk[i].ID[:]
+			domains[i] = readable(chunk[i].Domain)
+			entries[i] = readableEntries(chunk[i].Entries)
+		}
+		if _, err := s.db.Exec(ctx, s.queries.enrol, ids, domains, entries, now); err != nil {
+			return fmt.Errorf("enrolling consumers: %w", err)
+		}
+	}
+	return nil
 }
 
 const usedSQL = `

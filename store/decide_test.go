@@ -398,14 +398,18 @@ func TestC05DecideChecksBeforeAnyQuery(t *testing.T) {
 	}{
 		"scope":      {debit(func(d *policy.BudgetDebit) { d.Scope = "x" }), ErrUnknownScope},
 		"key":        {debit(func(d *policy.BudgetDebit) { d.Key = Key{} }), ErrZeroKey},
-		"cost":       {debit(func(d *policy.BudgetDebit) { d.Cost = -1 }), ErrNegativeCost},
 		"budget":     {debit(func(d *policy.BudgetDebit) { d.Budget = Budget{}; d.Cost = 0 }), ErrInvalidBudget},
-		"quota cost": {quotaRequest(consumer("c"), dayMonth(1, 1), -1, noon), ErrNegativeCost},
+		"limiter":    {policy.Request{Now: noon, Limiters: []policy.LimiterDebit{{Policy: policy.LimiterPolicy{Permits: 1, Per: 1, Burst: 1}}}}, policy.ErrInvalidArgument},
 		"no windows": {quotaRequest(consumer("c"), nil, 1, noon), nil},
 		"unit 0":     {quotaRequest(consumer("c"), []quota.Budget{{Limit: 1}}, 1, noon), nil},
 		"unit 99":    {quotaRequest(consumer("c"), []quota.Budget{{Unit: 99, Limit: 1}}, 1, noon), nil},
 		"limit":      {quotaRequest(consumer("c"), dayMonth(-1, 1), 1, noon), nil},
 		"order":      {quotaRequest(consumer("c"), []quota.Budget{{Unit: quota.Month, Limit: 1}, {Unit: quota.Day, Limit: 1}}, 1, noon), nil},
+		"optional":   {policy.Request{Now: noon, Quotas: []policy.QuotaDebit{{Budgets: dayMonth(1, 1), Optional: true}}}, nil},
+		"counter":    {policy.Request{Now: noon, Quotas: []policy.QuotaDebit{{Budgets: dayMonth(1, 1), Consumer: &policy.Consumer{ID: policy.CounterID{1}}}}}, nil},
+		"charged at": {policy.Request{Now: noon, Quotas: []policy.QuotaDebit{{Budgets: dayMonth(1, 1), ChargedAt: time.Unix(1<<40, 0)}}}, nil},
+		"shadow":     {policy.Request{Now: noon, Shadows: []policy.Request{quotaRequest(consumer("c"), nil, 1, noon)}}, nil},
+		"shadows":    {policy.Request{Now: noon, Shadows: []policy.Request{{Now: noon, Shadows: []policy.Request{{Now: noon}}}}}, nil},
 		"same twice": {quotaRequest(consumer("c"), []quota.Budget{{Unit: quota.Day, Limit: 1}, {Unit: quota.Day, Limit: 2}}, 1, noon), nil},
 	} {
 		db := &failingDB{err: errors.New("queried")}

@@ -74,7 +74,7 @@ type Store struct {
 
 // queries are the statements, for the store's schema.
 type queries struct {
-	take, deleteIdle, decide, decideAgain, used, consumers string
+	take, deleteIdle, decide, decideAgain, used, consumers, enrol string
 }
 
 // NewStore returns a store on the schema [DefaultSchema]. It panics when db is nil.
@@ -93,6 +93,7 @@ func NewStoreIn(db DBTX, schema string) *Store {
 		decideAgain: inSchema(decideAgainSQL, schema),
 		used:        inSchema(usedSQL, schema),
 		consumers:   inSchema(consumersSQL, schema),
+		enrol:       inSchema(enrolSQL, schema),
 	}}
 }
 

@@ -115,6 +115,9 @@ DECLARE
     was_v bigint[];
     was_va timestamptz[];
     was_vm bigint[];
+    was_vp bigint[];
+    was_vd bigint[];
+    was_vb bigint[];
     was_ve timestamptz[];
     was_u bigint[];
 
@@ -142,7 +145,7 @@ DECLARE
     minted  int;
     changed int;
     domain_counts jsonb; -- consumers by domain, where there are new ones
-    wanted  boolean[];   -- consumers to enrol
+    wanted  int[];       -- by consumer, the request that enrols it
     via     int[];       -- by limit, the window that counts
 BEGIN
     -- Lock and read.
@@ -250,7 +253,7 @@ BEGIN
     END IF;
     IF holders > 0 THEN
         enrolled := array_fill(false, ARRAY[holders]);
-        wanted := enrolled;
+        wanted := array_fill(NULL::int, ARRAY[holders]);
         FOR rec IN
             SELECT k.i
             FROM unnest(consumer_ids) WITH ORDINALITY AS k (id, i)
@@ -311,7 +314,7 @@ BEGIN
             -- A row of another policy becomes one of this policy, once: refilled by its
             -- own up to now, cut to the new capacity, and not undone by a refusal, or
             -- a policy that was raised might never be reached.
-            IF i <= limiter_writable AND v[i] IS NOT NULL AND (vp[i] <> take_permits[k] OR vd[i] <> take_periods[k] OR vb[i] <> take_bursts[k]) THEN
+            IF take_costs[k] <> 0 AND take_costs[k] <= take_bursts[k] AND v[i] IS NOT NULL AND (vp[i] <> take_permits[k] OR vd[i] <> take_periods[k] OR vb[i] <> take_bursts[k]) THEN
                 balance := v[i];
                 n := greatest(0, micros - vm[i]);
                 IF balance >= vb[i] * vd[i] OR n > (vb[i] * vd[i] - balance) / vp[i] THEN
@@ -319,7 +322,7 @@ BEGIN
                 ELSE
                     balance := balance + n * vp[i];
                 END IF;
-                v[i] := least(whole, floor(balance::numeric * take_periods[k] / vd[i]))::bigint;
+                v[i] := least(whole, div(balance::numeric * take_periods[k], vd[i]))::bigint;
                 IF micros > vm[i] THEN
                     va[i] := instant;
                     vm[i] := micros;
@@ -334,6 +337,9 @@ BEGIN
             was_v[k] := v[i];
             was_va[k] := va[i];
             was_vm[k] := vm[i];
+            was_vp[k] := vp[i];
+            was_vd[k] := vd[i];
+            was_vb[k] := vb[i];
             was_ve[k] := ve[i];
             IF take_costs[k] = 0 OR take_costs[k] < 0 AND v[i] IS NULL THEN
                 take_covered[k] := true;
@@ -395,25 +401,24 @@ BEGIN
                     ql := ql + quota_limits[z];
                     CONTINUE;
                 END IF;
-                IF NOT wanted[c] THEN
+                IF wanted[c] IS NULL AND consumer_most[c] > 0 THEN
                     n := coalesce((domain_counts ->> consumer_domains[c])::bigint, 0);
-                    IF consumer_most[c] > 0 AND n >= consumer_most[c] THEN
+                    -- A refund goes where the charge went.
+                    IF n >= consumer_most[c] OR quota_costs[z] < 0 THEN
                         quota_states[z] := 2;
                         FOR k IN ql + 1 .. ql + quota_limits[z] LOOP
                             via[k] := limit_overflows[k];
                         END LOOP;
-                    ELSE
-                        wanted[c] := true;
-                        domain_counts := jsonb_set(domain_counts, ARRAY[consumer_domains[c]], to_jsonb(n + 1));
                     END IF;
+                END IF;
+                IF wanted[c] IS NULL AND quota_states[z] = 0 AND quota_chargeable[z] AND quota_costs[z] > 0 THEN
+                    wanted[c] := r;
+                    domain_counts := jsonb_set(domain_counts, ARRAY[consumer_domains[c]],
+                        to_jsonb(coalesce((domain_counts ->> consumer_domains[c])::bigint, 0) + 1));
                 END IF;
             END IF;
             IF quota_costs[z] < 0 THEN
                 FOR k IN ql + 1 .. ql + quota_limits[z] LOOP
-                    -- What has no row of its own was charged to the overflow.
-                    IF u[via[k]] IS NULL AND limit_overflows[k] > 0 THEN
-                        via[k] := limit_overflows[k];
-                    END IF;
                     i := via[k];
                     was_u[k] := u[i];
                     u[i] := greatest(0, u[i] + quota_costs[z]);
@@ -463,11 +468,16 @@ BEGIN
                 a[i] := was_a[k];
             END LOOP;
             FOR k IN REVERSE p + request_takes[r] .. p + 1 LOOP
-                i := take_buckets[k];
-                v[i] := was_v[k];
-                va[i] := was_va[k];
-                vm[i] := was_vm[k];
-                ve[i] := was_ve[k];
+                IF take_covered[k] AND take_costs[k] <> 0 THEN
+                    i := take_buckets[k];
+                    v[i] := was_v[k];
+                    va[i] := was_va[k];
+                    vm[i] := was_vm[k];
+                    vp[i] := was_vp[k];
+                    vd[i] := was_vd[k];
+                    vb[i] := was_vb[k];
+                    ve[i] := was_ve[k];
+                END IF;
             END LOOP;
             ql := l;
             FOR z IN q + 1 .. q + request_quotas[r] LOOP
@@ -479,6 +489,17 @@ BEGIN
                     FOR k IN REVERSE ql + quota_limits[z] .. ql + 1 LOOP
                         u[via[k]] := was_u[k];
                     END LOOP;
+                END IF;
+            END LOOP;
+            -- Nobody is enrolled for nothing.
+            FOR z IN q + 1 .. q + request_quotas[r] LOOP
+                c := quota_consumers[z];
+                IF c > 0 AND wanted[c] = r AND (denier IS NULL OR quota_consumers[denier] <> c
+                    OR denied[denier] = 0 OR NOT quota_chargeable[denier])
+                THEN
+                    wanted[c] := NULL;
+                    domain_counts := jsonb_set(domain_counts, ARRAY[consumer_domains[c]],
+                        to_jsonb((domain_counts ->> consumer_domains[c])::bigint - 1));
                 END IF;
             END LOOP;
             -- The exception: what a later window denies stays spent in the earlier
@@ -511,7 +532,7 @@ BEGIN
                 ELSE
                     balance := balance + n * vp[i];
                 END IF;
-                take_levels[k] := least(take_bursts[k] * take_periods[k], floor(balance::numeric * take_periods[k] / vd[i]))::bigint;
+                take_levels[k] := least(take_bursts[k] * take_periods[k], div(balance::numeric * take_periods[k], vd[i]))::bigint;
                 take_at[k] := greatest(va[i], instant);
             END IF;
         END LOOP;
@@ -585,15 +606,12 @@ BEGIN
         END IF;
     END IF;
 
-    IF true = ANY (wanted) THEN
-        -- Only those whose windows were opened: a refusal enrols nobody.
+    IF cardinality(array_remove(wanted, NULL)) > 0 THEN
         WITH fresh AS (
             INSERT INTO plexsphere.consumers (id, domain, entries, enrolled_at)
             SELECT k.id, k.domain, k.entries::jsonb, k.seen
             FROM unnest(consumer_ids, consumer_domains, consumer_entries, consumer_seen, wanted) WITH ORDINALITY AS k (id, domain, entries, seen, wanted, i)
-            WHERE k.wanted AND EXISTS (
-                SELECT FROM unnest(window_counters, u) AS w (counter, used)
-                WHERE w.counter = k.id AND w.used IS NOT NULL)
+            WHERE k.wanted IS NOT NULL
             ORDER BY k.i
             ON CONFLICT DO NOTHING
             RETURNING domain
@@ -601,13 +619,8 @@ BEGIN
         INSERT INTO plexsphere.consumer_domains AS h (domain, consumers)
         SELECT f.domain, count(*) FROM fresh AS f GROUP BY f.domain ORDER BY f.domain
         ON CONFLICT (domain) DO UPDATE SET consumers = h.consumers + excluded.consumers;
-        FOR k IN 1 .. window_writable LOOP
-            IF u[k] IS NOT NULL THEN
-                i := array_position(consumer_ids, window_counters[k]);
-                IF i IS NOT NULL AND wanted[i] THEN
-                    enrolled[i] := true;
-                END IF;
-            END IF;
+        FOR k IN 1 .. holders LOOP
+            enrolled[k] := enrolled[k] OR wanted[k] IS NOT NULL;
         END LOOP;
     END IF;
 
