@@ -100,6 +100,9 @@ type CounterID [sha256.Size]byte
 type Verdict struct {
 	// Allowed is whether all debits were taken.
 	Allowed bool
+	// At is the instant at which it was decided: the request's Now, or a later one's that
+	// was decided together with it. Windows are those of At, and a refund's ChargedAt is At.
+	At time.Time
 	// Budgets[i] answers Request.Budgets[i], and so do the others.
 	Budgets  []BudgetState
 	Limiters []LimiterState

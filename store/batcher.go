@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -75,7 +76,8 @@ func NewBatcher(store *Store, config BatcherConfig) *Batcher {
 }
 
 // Decide is [Store.Decide] in company: see there for what it checks and returns. Requests
-// are decided in the order of their arrival. It fails with [ErrQueueFull] at once, and
+// are decided in the order of their arrival, all of a statement at the instant of the
+// latest. It fails with [ErrQueueFull] at once, and
 // with ctx's error when ctx ends first: a request that has not reached the database by
 // then never does; one that has may have been charged.
 func (b *Batcher) Decide(ctx context.Context, req policy.Request) (policy.Verdict, error) {
@@ -83,7 +85,7 @@ func (b *Batcher) Decide(ctx context.Context, req policy.Request) (policy.Verdic
 		return policy.Verdict{}, fmt.Errorf("deciding a request: %w", err)
 	}
 	if !req.Asks() {
-		return policy.Verdict{Allowed: true}, nil
+		return policy.Verdict{Allowed: true, At: req.Now}, nil
 	}
 	w, _ := waitings.Get().(*waiting)
 	w.ctx, w.request = ctx, req
@@ -157,6 +159,7 @@ func (b *Batcher) fill(batch []*waiting, requests []policy.Request) ([]*waiting,
 		}
 	}
 	kept := batch[:0]
+	var latest time.Time
 	for _, w := range batch {
 		if err := w.ctx.Err(); err != nil {
 			w.answer(policy.Verdict{}, fmt.Errorf("waiting for a decision: %w", err))
@@ -164,6 +167,17 @@ func (b *Batcher) fill(batch []*waiting, requests []policy.Request) ([]*waiting,
 		}
 		kept = append(kept, w)
 		requests = append(requests, w.request)
+		if w.request.Now.After(latest) {
+			latest = w.request.Now
+		}
+	}
+	// With one instant for all, what a row is asked for adds up.
+	for i := range requests {
+		requests[i].Now = latest
+		requests[i].Shadows = slices.Clone(requests[i].Shadows) // the caller's
+		for j := range requests[i].Shadows {
+			requests[i].Shadows[j].Now = latest
+		}
 	}
 	return kept, requests
 }

@@ -19,14 +19,14 @@ import (
 // they collide with each other again. An argument is evaluated before the function is
 // called, so whoever waits for the advisory lock ("weir", 1) holds no row.
 var (
-	decideSQL      = decideCall("$1::text[]")
-	decideAgainSQL = decideCall("CASE WHEN pg_advisory_xact_lock(2003134834, 1) IS NULL THEN $1::text[] ELSE $1::text[] END")
+	decideSQL      = decideCall("$1::boolean")
+	decideAgainSQL = decideCall("CASE WHEN pg_advisory_xact_lock(2003134834, 1) IS NULL THEN $1::boolean ELSE $1::boolean END")
 )
 
 func decideCall(first string) string {
 	var sql strings.Builder
 	sql.WriteString(`
-SELECT allowed, covered, tokens_left, tokens_at, take_covered, take_levels, take_at,
+SELECT all_allowed, allowed, covered, tokens_left, tokens_at, take_covered, take_levels, take_at,
     denied, quota_states, units_used, enrolled
 FROM plexsphere.decide_v1(` + first)
 	for i := 2; i <= decideArguments; i++ {
@@ -65,7 +65,7 @@ func (s *Store) Decide(ctx context.Context, req policy.Request) (policy.Verdict,
 		return policy.Verdict{}, fmt.Errorf("deciding a request: %w", err)
 	}
 	if !req.Asks() {
-		return policy.Verdict{Allowed: true}, nil
+		return policy.Verdict{Allowed: true, At: req.Now}, nil
 	}
 	verdicts, err := s.decide(ctx, []policy.Request{req})
 	if err != nil {
@@ -149,14 +149,14 @@ func (s *Store) decide(ctx context.Context, reqs []policy.Request) ([]policy.Ver
 			sql = s.queries.decideAgain
 		}
 		err := s.db.QueryRow(ctx, sql, args...).Scan(
-			&a.allowed, &a.covered, &a.tokens, &a.at, &a.takeCovered, &a.takeLevels, &a.takeAt,
+			&a.allAllowed, &a.allowed, &a.covered, &a.tokens, &a.at, &a.takeCovered, &a.takeLevels, &a.takeAt,
 			&a.denied, &a.states, &a.used, &a.enrolled)
 		switch {
 		case err == nil:
 			if !s.inTransaction() {
 				s.known.add(b.enrolledIn(a.enrolled))
 			}
-			return a.verdicts(reqs)
+			return a.verdicts(b, reqs)
 		case !collided(err):
 			return nil, fmt.Errorf("deciding %d requests: %w", len(reqs), err)
 		case s.inTransaction():

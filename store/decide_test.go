@@ -81,6 +81,7 @@ func TestDecideAllOrNone(t *testing.T) {
 	}
 
 	want := policy.Verdict{
+		At: noon,
 		Budgets: []policy.BudgetState{
 			{Covered: true, Tokens: 93, RefilledAt: noon},
 			{Covered: false, Tokens: 3, RefilledAt: noon},
@@ -123,6 +124,7 @@ func TestDecideMonthDeniesDayStaysSpent(t *testing.T) {
 		},
 	}
 	want := policy.Verdict{
+		At:      noon,
 		Budgets: []policy.BudgetState{{Covered: true, Tokens: 100, RefilledAt: noon}},
 		Quotas:  []policy.QuotaState{reserved(-1, []int64{0, 0}), reserved(1, []int64{5, 3})},
 	}
@@ -241,6 +243,7 @@ func TestC03ZeroCostReadsOnly(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := policy.Verdict{
+		At:      noon,
 		Allowed: true,
 		Budgets: []policy.BudgetState{{Covered: true, Tokens: 0, RefilledAt: noon}},
 		Quotas:  []policy.QuotaState{reserved(-1, []int64{10, 10})},

@@ -12,6 +12,22 @@
 -- +goose Up
 -- +goose StatementBegin
 CREATE FUNCTION plexsphere.decide_v1(
+    -- Whether the batch is simple: every cost is above 0 and within every limit, all
+    -- rows may be written, no consumer may have to be enrolled, nobody asks one row at
+    -- two instants or under two shapes. Then the demands below are all there is.
+    simple           boolean,
+    bucket_demands   float8[],
+    bucket_rates     float8[],
+    bucket_bursts    float8[],
+    bucket_nows      timestamptz[],
+    limiter_demands  bigint[],      -- token-microseconds
+    limiter_permits  bigint[],
+    limiter_periods  bigint[],
+    limiter_bursts   bigint[],
+    limiter_nows     timestamptz[],
+    window_demands   bigint[],
+    window_limits    bigint[],      -- the least of those that the batch names
+
     -- The rate budgets that the batch names, each once. Those that may be written come
     -- first, sorted by key, and are bucket_writable many; the rest are only read.
     bucket_scopes    text[],
@@ -68,7 +84,10 @@ CREATE FUNCTION plexsphere.decide_v1(
     limit_overflows  int[],
     limit_units      bigint[],
 
-    -- Answers, by request, debit, take, quota, limit and consumer.
+    -- Whether all requests of a simple batch were allowed. Then tokens_left, tokens_at,
+    -- take_levels, take_at and units_used answer by row, and nothing else is set.
+    OUT all_allowed   boolean,
+    -- Else the answers, by request, debit, take, quota, limit and consumer.
     OUT allowed       boolean[],
     OUT covered       boolean[],
     OUT tokens_left   float8[],
@@ -87,6 +106,11 @@ DECLARE
     windows  constant int := cardinality(window_units);
     holders  constant int := cardinality(consumer_ids);
 
+    -- Which of the rows that may be written are there.
+    bucket_places  bigint[];
+    limiter_places bigint[];
+    window_places  bigint[];
+
     -- Working state and what the rows held (…0), by bucket, limiter and window. NULL:
     -- no row.
     t  float8[];
@@ -102,7 +126,12 @@ DECLARE
     vb  bigint[];       -- and burst
     ve  timestamptz[];  -- when it expires
     v0  bigint[];
+    va0 timestamptz[];
     vm0 bigint[];
+    vp0 bigint[];
+    vd0 bigint[];
+    vb0 bigint[];
+    ve0 timestamptz[];
     adopted boolean[];  -- whether another policy's row became one of this batch
     moved   boolean[];  -- whether the row is to be updated
 
@@ -148,23 +177,107 @@ DECLARE
     wanted  int[];       -- by consumer, the request that enrols it
     via     int[];       -- by limit, the window that counts
 BEGIN
-    -- Lock and read.
+    -- Lock and read, in the order of the keys. ok says whether all rows are there and
+    -- cover their demands.
+    ok := simple;
+    IF buckets > 0 THEN
+        SELECT array_agg(x.i), array_agg(x.tokens), array_agg(x.refilled_at),
+            array_agg(x.level - x.demand), array_agg(greatest(x.refilled_at, x.instant)),
+            ok AND count(*) = buckets AND bool_and(x.demand <= x.level)
+        INTO bucket_places, t0, a0, tokens_left, tokens_at, ok
+        FROM (
+            -- The arithmetic of policy.Budget.Level, in its order.
+            SELECT k.i, b.tokens, b.refilled_at, k.demand, k.instant,
+                least(k.burst, b.tokens + greatest(0, date_part('epoch', k.instant - b.refilled_at)) * k.rate) AS level
+            FROM unnest(bucket_scopes, bucket_keys, bucket_demands, bucket_rates, bucket_bursts, bucket_nows) WITH ORDINALITY
+                AS k (scope, bucket_key, demand, rate, burst, instant, i)
+            JOIN plexsphere.rate_budgets AS b ON b.scope = k.scope AND b.bucket_key = k.bucket_key
+            WHERE k.i <= bucket_writable
+            ORDER BY k.i
+            FOR UPDATE OF b
+        ) AS x;
+    END IF;
+    IF limiters > 0 THEN
+        SELECT array_agg(x.i), array_agg(x.level), array_agg(x.refilled_at), array_agg(x.micros),
+            array_agg(x.permits), array_agg(x.period_us), array_agg(x.burst), array_agg(x.expires_at),
+            array_agg(x.refilled - x.demand), array_agg(greatest(x.refilled_at, x.instant)),
+            ok AND count(*) = limiters AND bool_and(x.same AND x.demand <= x.refilled)
+        INTO limiter_places, v0, va0, vm0, vp0, vd0, vb0, ve0, take_levels, take_at, ok
+        FROM (
+            SELECT k.i, b.level, b.refilled_at, b.permits, b.period_us, b.burst, b.expires_at, k.demand, k.instant,
+                (extract(epoch FROM b.refilled_at) * 1000000)::bigint AS micros,
+                b.permits = k.permits AND b.period_us = k.period AND b.burst = k.burst AS same,
+                -- The arithmetic of policy.LimiterPolicy.Level.
+                CASE WHEN b.level >= b.burst * b.period_us
+                    OR (extract(epoch FROM k.instant - b.refilled_at) * 1000000)::bigint > (b.burst * b.period_us - b.level) / b.permits
+                THEN b.burst * b.period_us
+                ELSE b.level + greatest(0, (extract(epoch FROM k.instant - b.refilled_at) * 1000000)::bigint) * b.permits END AS refilled
+            FROM unnest(limiter_ids, limiter_demands, limiter_permits, limiter_periods, limiter_bursts, limiter_nows) WITH ORDINALITY
+                AS k (id, demand, permits, period, burst, instant, i)
+            JOIN plexsphere.limiter_buckets AS b ON b.id = k.id
+            WHERE k.i <= limiter_writable
+            ORDER BY k.i
+            FOR UPDATE OF b
+        ) AS x;
+    END IF;
+    IF windows > 0 THEN
+        SELECT array_agg(x.i), array_agg(x.used), array_agg(x.used + x.demand),
+            ok AND count(*) = windows AND bool_and(x.used <= x.units - x.demand)
+        INTO window_places, u0, units_used, ok
+        FROM (
+            SELECT k.i, w.used, k.demand, k.units
+            FROM unnest(window_counters, window_units, window_starts, window_demands, window_limits) WITH ORDINALITY
+                AS k (counter, unit, window_start, demand, units, i)
+            JOIN plexsphere.quota_counters AS w
+                ON w.counter = k.counter AND w.unit = k.unit AND w.window_start = k.window_start
+            WHERE k.i <= window_writable
+            ORDER BY k.i
+            FOR UPDATE OF w
+        ) AS x;
+    END IF;
+
+    -- The common case needs no more: each row is charged all that is asked of it.
+    IF ok THEN
+        all_allowed := true;
+        IF buckets > 0 THEN
+            UPDATE plexsphere.rate_budgets AS b
+            SET tokens = k.tokens, refilled_at = k.refilled_at
+            FROM unnest(bucket_scopes, bucket_keys, tokens_left, tokens_at) AS k (scope, bucket_key, tokens, refilled_at)
+            WHERE b.scope = k.scope AND b.bucket_key = k.bucket_key;
+        END IF;
+        IF limiters > 0 THEN
+            UPDATE plexsphere.limiter_buckets AS b
+            SET level = k.level, refilled_at = k.refilled_at,
+                expires_at = CASE WHEN (b.burst * b.period_us - k.level) / b.permits < 4503599627370495
+                    THEN k.refilled_at + ((b.burst * b.period_us - k.level) / b.permits + 1) * interval '1 microsecond'
+                    ELSE 'infinity' END
+            FROM unnest(limiter_ids, take_levels, take_at) AS k (id, level, refilled_at)
+            WHERE b.id = k.id;
+        END IF;
+        IF windows > 0 THEN
+            UPDATE plexsphere.quota_counters AS w
+            SET used = k.used
+            FROM unnest(window_counters, window_units, window_starts, units_used) AS k (counter, unit, window_start, used)
+            WHERE w.counter = k.counter AND w.unit = k.unit AND w.window_start = k.window_start;
+        END IF;
+        RETURN;
+    END IF;
+
+    -- Otherwise requests are decided one by one. First, each row in its place.
+    all_allowed := false;
+    tokens_left := NULL;
+    tokens_at := NULL;
+    take_levels := NULL;
+    take_at := NULL;
+    units_used := NULL;
     IF buckets > 0 THEN
         t := array_fill(NULL::float8, ARRAY[buckets]);
         a := array_fill(NULL::timestamptz, ARRAY[buckets]);
-        IF bucket_writable > 0 THEN
-            FOR rec IN
-                SELECT k.i, b.tokens, b.refilled_at
-                FROM unnest(bucket_scopes, bucket_keys) WITH ORDINALITY AS k (scope, bucket_key, i)
-                JOIN plexsphere.rate_budgets AS b ON b.scope = k.scope AND b.bucket_key = k.bucket_key
-                WHERE k.i <= bucket_writable
-                ORDER BY k.i
-                FOR UPDATE OF b
-            LOOP
-                t[rec.i] := rec.tokens;
-                a[rec.i] := rec.refilled_at;
-            END LOOP;
-        END IF;
+        FOR k IN 1 .. coalesce(cardinality(bucket_places), 0) LOOP
+            i := bucket_places[k];
+            t[i] := t0[k];
+            a[i] := a0[k];
+        END LOOP;
     END IF;
     IF limiters > 0 THEN
         v := array_fill(NULL::bigint, ARRAY[limiters]);
@@ -176,40 +289,22 @@ BEGIN
         ve := va;
         adopted := array_fill(false, ARRAY[limiters]);
         moved := adopted;
-        IF limiter_writable > 0 THEN
-            FOR rec IN
-                SELECT k.i, b.*, (extract(epoch FROM b.refilled_at) * 1000000)::bigint AS micros
-                FROM unnest(limiter_ids) WITH ORDINALITY AS k (id, i)
-                JOIN plexsphere.limiter_buckets AS b ON b.id = k.id
-                WHERE k.i <= limiter_writable
-                ORDER BY k.i
-                FOR UPDATE OF b
-            LOOP
-                v[rec.i] := rec.level;
-                va[rec.i] := rec.refilled_at;
-                vm[rec.i] := rec.micros;
-                vp[rec.i] := rec.permits;
-                vd[rec.i] := rec.period_us;
-                vb[rec.i] := rec.burst;
-                ve[rec.i] := rec.expires_at;
-            END LOOP;
-        END IF;
+        FOR k IN 1 .. coalesce(cardinality(limiter_places), 0) LOOP
+            i := limiter_places[k];
+            v[i] := v0[k];
+            va[i] := va0[k];
+            vm[i] := vm0[k];
+            vp[i] := vp0[k];
+            vd[i] := vd0[k];
+            vb[i] := vb0[k];
+            ve[i] := ve0[k];
+        END LOOP;
     END IF;
     IF windows > 0 THEN
         u := array_fill(NULL::bigint, ARRAY[windows]);
-        IF window_writable > 0 THEN
-            FOR rec IN
-                SELECT k.i, w.used
-                FROM unnest(window_counters, window_units, window_starts) WITH ORDINALITY AS k (counter, unit, window_start, i)
-                JOIN plexsphere.quota_counters AS w
-                    ON w.counter = k.counter AND w.unit = k.unit AND w.window_start = k.window_start
-                WHERE k.i <= window_writable
-                ORDER BY k.i
-                FOR UPDATE OF w
-            LOOP
-                u[rec.i] := rec.used;
-            END LOOP;
-        END IF;
+        FOR k IN 1 .. coalesce(cardinality(window_places), 0) LOOP
+            u[window_places[k]] := u0[k];
+        END LOOP;
     END IF;
 
     -- What is only read is read last, when nobody is waited for any more.
