@@ -85,7 +85,7 @@
 //
 // An unknown field, a field that stands twice, an unknown unit and a number out of range are
 // faults; all of a file are reported at once. A descriptor that stands twice is a fault if
-// the two differ; the same in the same words is only warned of and counts once. As in the
+// the two differ; if they say the same it is only warned of. As in the
 // reference, a field of its format that is out of place is ignored, and so is a second
 // YAML document; both are warned of, as is whatever loads but is likely not meant, and
 // where the same file means something else to the reference:

@@ -233,7 +233,7 @@ func (d *document) referenceMapping(n *yaml.Node, path string, allowed ...string
 		theirs := slices.Contains(referenceFields, f.key.Value)
 		switch {
 		case !slices.Contains(allowed, f.key.Value) && theirs:
-			d.warnf(f.key, f.path, "has no meaning here and is ignored, as envoyproxy/ratelimit does; known here: %s", strings.Join(allowed, ", "))
+			d.warnf(f.key, f.path, "has no meaning here and is ignored, as envoyproxy/ratelimit does")
 		case !slices.Contains(allowed, f.key.Value):
 			d.unknown(f, allowed)
 		case theirs && isNull(f.value):

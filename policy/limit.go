@@ -108,10 +108,11 @@ func (d *document) quotaMode(f field, fields map[string]field, l *Limit) bool {
 	switch {
 	case l.Unlimited:
 		d.warnf(f.key, f.path, "has no effect on what is unlimited")
+	case l.RateLimit == nil: // as was told
 	case l.Shadow:
 		d.warnf(f.key, f.path, "has no effect, since in shadow mode the limit never refuses")
 	default:
-		return l.RateLimit != nil
+		return true
 	}
 	return false
 }
@@ -159,7 +160,8 @@ func (d *document) need(of field, fields map[string]field, names ...string) {
 
 // bucketName checks that the value of a budget's descriptor can name a bucket.
 func (d *document) bucketName(fields map[string]field, n *node) {
-	if f := fields["budget"]; n.shared {
+	if n.shared {
+		f := fields["budget"]
 		d.failf(f.key, f.path, "a budget's bucket is named by the value, which share_threshold leaves out")
 	}
 	if n.value == "" || n.isPattern() {
@@ -261,20 +263,21 @@ func (d *document) rateLimit(f field, siblings map[string]field, n *node, l *Lim
 	}
 	d.replaces(fields["replaces"], n, l)
 	if l.Unlimited {
-		d.unlimited(f, fields, siblings)
+		d.unlimited(fields, siblings)
 		return
 	}
+	d.need(f, fields, "unit")
 	b := quota.Budget{}
-	if f, ok := fields["unit"]; !ok {
-		d.failf(f.key, join(f.path, "unit"), "is missing")
-	} else if b.Unit, ok = parseUnit(d.text(f)); !ok {
-		d.failf(f.value, f.path, "must be second, minute, hour, day, week, month or year, not %s", describe(f.value))
-	} else if span := referenceSpans[b.Unit]; span != "" {
-		d.warnf(f.value, f.path, "is a %s of the calendar, in UTC; envoyproxy/ratelimit counts spans of %s", b.Unit, span)
+	if f, ok := fields["unit"]; ok {
+		if b.Unit, ok = parseUnit(d.text(f)); !ok {
+			d.failf(f.value, f.path, "must be second, minute, hour, day, week, month or year, not %s", describe(f.value))
+		} else if span := referenceSpans[b.Unit]; span != "" {
+			d.warnf(f.value, f.path, "is a %s of the calendar, in UTC; envoyproxy/ratelimit counts spans of %s", b.Unit, span)
+		}
 	}
 	b.Key = b.Unit.String()
-	if f, ok := fields["requests_per_unit"]; ok {
-		b.Limit = d.count(f)
+	if of, ok := fields["requests_per_unit"]; ok {
+		b.Limit = d.count(of)
 	} else {
 		d.warnf(f.key, join(f.path, "requests_per_unit"), "is missing, which is 0 and allows nothing")
 	}
@@ -282,7 +285,7 @@ func (d *document) rateLimit(f field, siblings map[string]field, n *node, l *Lim
 }
 
 // unlimited checks what stands beside unlimited: true.
-func (d *document) unlimited(f field, fields, siblings map[string]field) {
+func (d *document) unlimited(fields, siblings map[string]field) {
 	for _, kind := range kinds {
 		if _, ok := siblings[kind]; ok && kind != "rate_limit" {
 			at := fields["unlimited"]

@@ -1,6 +1,7 @@
 package policy
 
 import (
+	"slices"
 	"strings"
 	"unicode/utf8"
 )
@@ -142,7 +143,7 @@ func (p *Policy) settle() { p.root.settle(p, nil) }
 
 func (l *level) settle(p *Policy, above []*node) {
 	for _, n := range l.nodes {
-		n.trail = append(above[:len(above):len(above)], n)
+		n.trail = slices.Concat(above, []*node{n})
 		if n.children != nil {
 			n.children.settle(p, n.trail)
 		}

@@ -105,7 +105,7 @@ func (d *document) level(f field, keys []string) *level {
 		if first, ok := seen[id]; ok {
 			line := d.origins[first].descriptor.value.Line
 			if n.equal(first) {
-				d.warnf(item.value, item.path, "stands twice, in the same words; the first is on line %d", line)
+				d.warnf(item.value, item.path, "stands twice, and says the same; the first is on line %d", line)
 			} else {
 				d.failf(item.value, item.path, "this key and value stand twice, and say different things; the first is on line %d", line)
 			}
