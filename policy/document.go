@@ -1,9 +1,11 @@
 package policy
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"regexp"
 	"slices"
 	"strconv"
@@ -42,11 +44,70 @@ const (
 // at the first.
 type document struct {
 	file     string
-	errs     []error
+	origins  map[*node]*origin
+	compared int // pairs of descriptors that the lint has looked at
+	errs     []*Error
 	warnings []*Error
 	nodes    int
 	depth    int
 	tooLarge bool
+}
+
+// faults returns all faults, joined in the order of their places; nil if there are none.
+func (d *document) faults() error {
+	sortByPlace(d.errs)
+	errs := make([]error, len(d.errs))
+	for i, e := range d.errs {
+		errs[i] = e
+	}
+	return errors.Join(errs...)
+}
+
+func sortByPlace(errs []*Error) {
+	slices.SortStableFunc(errs, func(a, b *Error) int {
+		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Column, b.Column))
+	})
+}
+
+// value reads any YAML as the values that encoding/json has: nil, bool, float64, string,
+// []any and map[string]any.
+func (d *document) value(f field) any {
+	n := f.value
+	switch n.Kind {
+	case yaml.MappingNode:
+		m := map[string]any{}
+		d.within(n, f.path, func() {
+			members, _ := d.members(n, f.path)
+			for _, f := range members {
+				m[f.key.Value] = d.value(f)
+			}
+		})
+		return m
+	case yaml.SequenceNode:
+		list := make([]any, 0, len(n.Content))
+		d.within(n, f.path, func() {
+			for _, item := range d.items(f) {
+				list = append(list, d.value(item))
+			}
+		})
+		return list
+	case yaml.ScalarNode:
+		switch n.Tag {
+		case "!!null":
+			return nil
+		case "!!bool":
+			return d.boolean(f)
+		case "!!int", "!!float":
+			var number float64
+			if n.Decode(&number) != nil || math.IsNaN(number) || math.IsInf(number, 0) {
+				d.failf(n, f.path, "must be a finite number, not %s", describe(n))
+			}
+			return number
+		}
+		return n.Value
+	case yaml.DocumentNode, yaml.AliasNode:
+	}
+	return nil
 }
 
 // within runs read one level deeper, unless the document is too deep or too large.
@@ -133,34 +194,110 @@ type field struct {
 	path       string
 }
 
+// referenceFields are all fields of the reference's format. It takes any of them in any
+// of its mappings, and ignores those that have no meaning there.
+var referenceFields = []string{
+	"domain", "descriptors", "key", "value", "rate_limit", "unit", "requests_per_unit", "unlimited",
+	"name", "replaces", "shadow_mode", "quota_mode", "detailed_metric", "value_to_metric",
+	"share_threshold", "metadata",
+}
+
 // fields reads a mapping whose keys are all in allowed; other keys, repeated keys and
 // other kinds of node are faults. ok is false when n is no mapping.
 func (d *document) fields(n *yaml.Node, path string, allowed ...string) (map[string]field, bool) {
+	members, ok := d.members(n, path)
+	if !ok {
+		return nil, false
+	}
+	fields := make(map[string]field, len(members))
+	for _, f := range members {
+		if !slices.Contains(allowed, f.key.Value) {
+			d.unknown(f, allowed)
+			continue
+		}
+		fields[f.key.Value] = f
+	}
+	return fields, true
+}
+
+// referenceMapping reads a mapping that the reference's format has too, as lenient as
+// the reference is with its own fields: one out of place is only warned of, and an empty
+// one is absent.
+func (d *document) referenceMapping(n *yaml.Node, path string, allowed ...string) (map[string]field, bool) {
+	members, ok := d.members(n, path)
+	if !ok {
+		return nil, false
+	}
+	fields := make(map[string]field, len(members))
+	for _, f := range members {
+		theirs := slices.Contains(referenceFields, f.key.Value)
+		switch {
+		case !slices.Contains(allowed, f.key.Value) && theirs:
+			d.warnf(f.key, f.path, "has no meaning here and is ignored, as envoyproxy/ratelimit does")
+		case !slices.Contains(allowed, f.key.Value):
+			d.unknown(f, allowed)
+		case theirs && isNull(f.value):
+			d.warnf(f.key, f.path, "is empty, which is as good as absent")
+		default:
+			fields[f.key.Value] = f
+		}
+	}
+	return fields, true
+}
+
+func (d *document) unknown(f field, allowed []string) {
+	d.failf(f.key, f.path, "unknown field; known here: %s", strings.Join(allowed, ", "))
+}
+
+// members reads a mapping in the order of the file: its own members, then those that it
+// merges in by <<, which its own take precedence over. Members that stand twice are
+// faults. ok is false when n is no mapping.
+func (d *document) members(n *yaml.Node, path string) (members []field, ok bool) {
 	if n.Kind != yaml.MappingNode {
 		d.failf(n, path, "must be a mapping, not %s", describe(n))
 		return nil, false
 	}
-	fields := make(map[string]field, len(n.Content)/2)
+	var merged []*yaml.Node
+	first := make(map[string]*yaml.Node, len(n.Content)/2)
 	for i := 0; i < len(n.Content); i += 2 {
 		key, value := n.Content[i], d.resolve(n.Content[i+1])
 		at := join(path, key.Value)
-		if first, ok := fields[key.Value]; ok {
-			d.failf(key, at, "stands twice; the first is on line %d", first.key.Line)
-			continue
+		switch {
+		case key.Kind == yaml.ScalarNode && key.Tag == "!!merge":
+			if value.Kind == yaml.SequenceNode {
+				for _, n := range value.Content {
+					merged = append(merged, d.resolve(n))
+				}
+			} else {
+				merged = append(merged, value)
+			}
+		case key.Kind != yaml.ScalarNode:
+			d.failf(key, path, "a field's name must be a text, not %s", describe(key))
+		case first[key.Value] != nil:
+			d.failf(key, at, "stands twice; the first is on line %d", first[key.Value].Line)
+		default:
+			first[key.Value] = key
+			members = append(members, field{key: key, value: value, path: at})
 		}
-		if key.Kind != yaml.ScalarNode || !slices.Contains(allowed, key.Value) {
-			d.failf(key, at, "unknown field; known here: %s", strings.Join(allowed, ", "))
-			continue
-		}
-		fields[key.Value] = field{key: key, value: value, path: at}
 	}
-	return fields, true
+	for _, n := range merged {
+		d.within(n, path, func() {
+			more, _ := d.members(n, path)
+			for _, f := range more {
+				if first[f.key.Value] == nil {
+					first[f.key.Value] = f.key
+					members = append(members, f)
+				}
+			}
+		})
+	}
+	return members, true
 }
 
 // items reads a list.
 func (d *document) items(f field) []field {
 	if f.value.Kind != yaml.SequenceNode {
-		if f.value.Tag != "!!null" {
+		if !isNull(f.value) {
 			d.failf(f.value, f.path, "must be a list, not %s", describe(f.value))
 		}
 		return nil
@@ -178,18 +315,25 @@ func (d *document) text(f field) string {
 		d.failf(f.value, f.path, "must be a text, not %s", describe(f.value))
 		return ""
 	}
-	if f.value.Tag == "!!null" {
+	if isNull(f.value) {
 		return ""
 	}
 	return f.value.Value
 }
 
+// boolean reads true or false, or one of the other words of YAML 1.1 for them, which the
+// reference takes.
 func (d *document) boolean(f field) bool {
-	var b bool
-	if f.value.Kind != yaml.ScalarNode || f.value.Tag != "!!bool" || f.value.Decode(&b) != nil {
-		d.failf(f.value, f.path, "must be true or false, not %s", describe(f.value))
+	if f.value.Kind == yaml.ScalarNode && (f.value.Style == 0 || f.value.Tag == "!!bool") {
+		switch strings.ToLower(f.value.Value) {
+		case "true", "yes", "y", "on":
+			return true
+		case "false", "no", "n", "off":
+			return false
+		}
 	}
-	return b
+	d.failf(f.value, f.path, "must be true or false, not %s", describe(f.value))
+	return false
 }
 
 // amount reads a number of units, whole or not.
@@ -197,6 +341,16 @@ func (d *document) amount(f field) float64 { return number(d, f, parseAmount) }
 
 // whole reads a whole number of units.
 func (d *document) whole(f field) int64 { return number(d, f, parseWhole) }
+
+// count reads a whole number in any notation of YAML's, such as 0x10, or of Weir's.
+func (d *document) count(f field) int64 {
+	return number(d, f, func(text string) (int64, error) {
+		if n, err := strconv.ParseUint(strings.TrimPrefix(text, "+"), 0, 64); f.value.Tag == "!!int" && err == nil && n <= MaxUnits {
+			return int64(n), nil
+		}
+		return parseWhole(text)
+	})
+}
 
 func number[T any](d *document, f field, parse func(string) (T, error)) T {
 	var zero T
@@ -219,6 +373,8 @@ func join(path, key string) string {
 	return path + "." + key
 }
 
+func isNull(n *yaml.Node) bool { return n.Kind == yaml.ScalarNode && n.Tag == "!!null" }
+
 func describe(n *yaml.Node) string {
 	switch n.Kind {
 	case yaml.MappingNode:
@@ -226,7 +382,7 @@ func describe(n *yaml.Node) string {
 	case yaml.SequenceNode:
 		return "a list"
 	case yaml.ScalarNode:
-		if n.Tag == "!!null" {
+		if isNull(n) {
 			return "nothing"
 		}
 		return strconv.Quote(n.Value)

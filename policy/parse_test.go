@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/rogpeppe/go-internal/txtar"
@@ -20,8 +22,28 @@ var update = flag.Bool("update", false, "rewrite the golden files")
 // what Parse says of it.
 func TestParseSays(t *testing.T) {
 	t.Parallel()
+	golden(t, "testdata/*.txtar", ".says", says)
+}
 
-	files, err := filepath.Glob("testdata/*.txtar")
+// Each case is a file of policies that load: after each, all limits as they were read,
+// and what Parse warns of.
+func TestParseReads(t *testing.T) {
+	t.Parallel()
+	golden(t, "testdata/reads/*.txtar", ".reads", func(name string, data []byte) string {
+		p, err := policy.Parse(name, data)
+		if err != nil {
+			t.Errorf("Parse(%s): %v", name, err)
+			return ""
+		}
+		return p.Dump() + says(name, data)
+	})
+}
+
+// golden runs render over the files of archives, each of which is followed by what is
+// to be rendered.
+func golden(t *testing.T, pattern, suffix string, render func(name string, data []byte) string) {
+	t.Helper()
+	files, err := filepath.Glob(pattern)
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no cases: %v", err)
 	}
@@ -30,18 +52,21 @@ func TestParseSays(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for i := 0; i+1 < len(archive.Files); i += 2 {
+		if len(archive.Files) == 0 || len(archive.Files)%2 != 0 {
+			t.Fatalf("%s: a policy or its %s is missing", file, suffix)
+		}
+		for i := 0; i < len(archive.Files); i += 2 {
 			in, out := archive.Files[i], &archive.Files[i+1]
-			if out.Name != in.Name+".says" {
-				t.Fatalf("%s: after %s stands %s, not %s.says", file, in.Name, out.Name, in.Name)
+			if out.Name != in.Name+suffix {
+				t.Fatalf("%s: after %s stands %s, not %s%s", file, in.Name, out.Name, in.Name, suffix)
 			}
-			got := says(in.Name, in.Data)
+			got := render(in.Name, in.Data)
 			if *update {
 				out.Data = []byte(got)
 				continue
 			}
 			if diff := cmp.Diff(string(out.Data), got); diff != "" {
-				t.Errorf("%s: Parse(%s) differs (-want +got):\n%s", file, in.Name, diff)
+				t.Errorf("%s: %s differs (-want +got):\n%s", file, out.Name, diff)
 			}
 		}
 		if *update {
@@ -141,12 +166,84 @@ func TestNewSetRefusesADomainTwice(t *testing.T) {
 	}
 }
 
+// The examples are what people start from: they load without a warning, and do what their
+// comments say.
+func TestExamples(t *testing.T) {
+	t.Parallel()
+
+	policies := map[string]*policy.Policy{}
+	files, err := filepath.Glob("../examples/policies/*.yaml")
+	if err != nil || len(files) != 2 {
+		t.Fatalf("the examples are %v, %v", files, err)
+	}
+	for _, file := range files {
+		data, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p, err := policy.Parse(file, data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, w := range p.Warnings {
+			t.Error(w)
+		}
+		policies[p.Domain] = p
+	}
+	for _, test := range []struct {
+		domain, d, want string
+	}{
+		{"shop", "remote_address=192.0.2.1 path=/login", "logins"},
+		{"shop", "remote_address=192.0.2.10 path=/login", "remote_address/path"},
+		{"shop", "path=/api/7/export", "path"},
+		{"shop", "path=/api/7", ""},
+		{"shop", "account=a", "account"},
+		{"limits", "node=3f0c2b6e-8d5a-4c1b-9e7f-0a1b2c3d4e5f", "node"},
+		{"limits", "method=POST", "writes"},
+		{"limits", "method=GET", ""},
+		{"limits", "consumer=partner", "partner"},
+		{"limits", "consumer=trial-7", "consumer"},
+	} {
+		m, _ := policies[test.domain].Match(descriptor(test.d))
+		got := ""
+		if m.Limit != nil {
+			got = m.Limit.Name
+		}
+		if got != test.want {
+			t.Errorf("%s: Match(%s) = %q, want %q", test.domain, test.d, got, test.want)
+		}
+	}
+	if got := policies["limits"].MostConsumers; got != 10_000 {
+		t.Errorf("MostConsumers = %d", got)
+	}
+}
+
+// Whoever wrote a file of many descriptors need not wait for what is said of it.
+func TestLintIsBounded(t *testing.T) {
+	t.Parallel()
+
+	var b strings.Builder
+	b.WriteString("domain: d\ndescriptors:\n")
+	for i := range 3000 {
+		fmt.Fprintf(&b, "- {key: k_%d, value: '%d*a', quota: {daily: 1}, descriptors: [{key: c, value: '*%d'}]}\n", i, i, i)
+	}
+	start := time.Now()
+	mustParse(t, b.String())
+	if took := time.Since(start); took > time.Minute {
+		t.Errorf("parsing took %v", took)
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	files, err := filepath.Glob("testdata/*.txtar")
 	if err != nil {
 		f.Fatal(err)
 	}
-	for _, file := range files {
+	reads, err := filepath.Glob("testdata/reads/*.txtar")
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, file := range append(files, reads...) {
 		archive, err := txtar.ParseFile(file)
 		if err != nil {
 			f.Fatal(err)
@@ -161,11 +258,21 @@ func FuzzParse(f *testing.F) {
 		if (p == nil) == (err == nil) {
 			t.Fatalf("Parse = %v, %v", p, err)
 		}
-		if p != nil {
-			p.Match(policy.Descriptor{{Key: "node", Value: "x"}, {Key: "", Value: ""}})
-			if p.Domain == "" {
-				t.Fatal("a policy without a domain")
+		if p == nil {
+			return
+		}
+		if p.Domain == "" || p.MostConsumers < 1 {
+			t.Fatalf("domain %q, most consumers %d", p.Domain, p.MostConsumers)
+		}
+		p.Match(policy.Descriptor{{Key: "node", Value: "x"}, {Key: "", Value: ""}})
+		for _, c := range p.NamedConsumers() {
+			// It is its own, unless an earlier pattern covers it.
+			if m, ok := p.Match(c.Entries); ok && m.Limit.Named && len(m.Limit.Quota) > 0 && !slices.Equal(m.Consumer().Entries, c.Entries) {
+				t.Fatalf("%v matches the consumer %v", c.Entries, m.Consumer().Entries)
 			}
+		}
+		if again, err := policy.Parse("fuzz.yaml", data); err != nil || again.Dump() != p.Dump() {
+			t.Fatalf("read again it is another policy, or %v", err)
 		}
 	})
 }

@@ -1,27 +1,3 @@
-// Package policy holds what may be spent by whom: policy files, their strict
-// parsing, the matching of a request's descriptors, and the question that the
-// service asks of the store, a [Request], with its answer, a [Verdict].
-//
-// A [Policy] is one domain's file, in the shape that envoyproxy/ratelimit reads,
-// with Weir's own limits. [Parse] makes one, or says by file, line, column and
-// field what is wrong; there is no invalid Policy. A [Set] holds the policies of
-// all domains.
-//
-// # Matching
-//
-// A descriptor is matched entry by entry, from the top of the tree. At each level an
-// exact key and value comes first, then the patterns in the order of the file, then
-// the key alone. There is no way back: what is chosen at one level is not undone at
-// the next. A limit applies only where the last entry ends.
-//
-// # Identity
-//
-// A counter belongs to the domain and the matched path: each key with its value, or
-// with the pattern's text where all values share it. Keys and values never run into
-// each other, whatever they contain. Neither names nor places in the file matter,
-// so usage survives any edit that keeps the path.
-//
-// Nothing here reads a clock, a file or the network.
 package policy
 
 import (
@@ -39,8 +15,13 @@ type Policy struct {
 	File     string   // where it was read from, for messages
 	Headers  Headers  // how clients are told
 	Filter   *Filter  // the filter's rules for the domain, nil if the file has none
-	Warnings []*Error // what loads but is likely not meant
-	root     *level   // never nil
+	Warnings []*Error // what loads but is likely not meant, in the order of their lines
+	// MostConsumers is how many consumers the domain may enrol, at least 1: those whose
+	// values no descriptor spells out. The rest share a counter for each descriptor.
+	// Defaults to [DefaultMostConsumers].
+	MostConsumers int64
+
+	root *level // never nil
 }
 
 // Headers says which rate limit headers answers carry.
@@ -80,10 +61,16 @@ type Limit struct {
 	// QuotaMode limits refuse a request only when all of its quota-mode descriptors
 	// are exhausted. Such a limit has a RateLimit and nothing else.
 	QuotaMode bool
-	// Named tells that every entry of the path has its value in the policy.
+	// Hidden limits (expose: false) are left out of the headers that clients see. They
+	// refuse as others do.
+	Hidden bool
+	// Named tells that the limit has one holder: every entry of the path has its value in
+	// the policy, or a pattern whose values share a counter.
 	Named      bool
-	AllowError bool           // on_error: allow. A request is admitted when the store cannot answer
-	Metadata   map[string]any // what goes into dynamic metadata of requests that match; nil if there is none
+	AllowError bool // on_error: allow. A request is admitted when the store cannot answer
+	// Metadata goes into the dynamic metadata of requests that match: values as
+	// encoding/json has them. It is nil if there is none.
+	Metadata map[string]any
 }
 
 // A BudgetLimit is a rate budget and the scope that its buckets are kept in.

@@ -35,8 +35,8 @@ type ConsumerUsage struct {
 // QuotaUnits returns the units of all windows in the policy's quotas, shortest first.
 func (p *Policy) QuotaUnits() []quota.Unit {
 	var has [quota.Year + 1]bool
-	p.root.each(func(l *Limit) {
-		for _, b := range l.Quota {
+	p.each(func(n *node) {
+		for _, b := range n.limit.Quota {
 			has[b.Unit] = true
 		}
 	})

@@ -32,10 +32,15 @@ import (
 	"time"
 )
 
-// The keys of the two budgets that a policy's quota block can hold.
+// The keys of the budgets that a policy's quota block can hold, shortest window first.
 const (
-	DailyKey   = "daily"
-	MonthlyKey = "monthly"
+	SecondlyKey = "secondly"
+	MinutelyKey = "minutely"
+	HourlyKey   = "hourly"
+	DailyKey    = "daily"
+	WeeklyKey   = "weekly"
+	MonthlyKey  = "monthly"
+	YearlyKey   = "yearly"
 )
 
 // ErrUnknownConsumer is returned by a [Store] that has no row for a consumer that
