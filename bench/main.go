@@ -17,6 +17,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -48,6 +49,7 @@ type options struct {
 	rounds   int
 	seconds  time.Duration
 	keys     int
+	only     string
 }
 
 func run(ctx context.Context, args []string, stdout io.Writer) error {
@@ -60,6 +62,7 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 	flags.IntVar(&o.rounds, "rounds", 5, "rounds of each column, 1 to 100")
 	flags.DurationVar(&o.seconds, "time", 2*time.Second, "time of a column in a round, up to 1m")
 	flags.IntVar(&o.keys, "keys", 1000, "distinct keys, at least 1")
+	flags.StringVar(&o.only, "only", "", "the columns to run, separated by commas; all by default")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -102,6 +105,10 @@ func measureAll(ctx context.Context, o options, stdout io.Writer) error {
 	defer weir.stop()
 
 	columns := columnsOf(o, null.address, weir.address)
+	if o.only != "" {
+		only := strings.Split(o.only, ",")
+		columns = slices.DeleteFunc(columns, func(c column) bool { return !slices.Contains(only, c.name) })
+	}
 	figures := make(map[string][]figure, len(columns))
 	for round := range o.rounds + 1 {
 		for _, c := range columns {
