@@ -193,7 +193,7 @@ func watchCount(t *testing.T, conn *pgx.Conn, consumer string) func() int64 {
 		err := conn.QueryRow(t.Context(), `
 			SELECT coalesce(max(q.used), 0)
 			FROM plexsphere.quota_counters q
-			JOIN plexsphere.consumers c ON c.id = q.consumer
+			JOIN plexsphere.consumers c ON c.id = q.counter
 			WHERE c.domain = 'ingest' AND c.entries::text LIKE '%' || $1 || '%' AND q.unit = 'day'`, consumer).Scan(&used)
 		if err != nil {
 			t.Fatal(err)

@@ -53,18 +53,7 @@ func TestPoolConfig(t *testing.T) {
 func TestDatabaseGoesAndComesBack(t *testing.T) {
 	t.Parallel()
 
-	server, err := pgtest.Start(t.Context(), pgtest.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := server.Stop(); err != nil {
-			t.Error(err)
-		}
-	})
-	if err := Migrate(t.Context(), server.DSN("postgres"), DefaultSchema); err != nil {
-		t.Fatal(err)
-	}
+	server := ownServer(t)
 	pool, err := Connect(t.Context(), server.DSN("postgres"))
 	if err != nil {
 		t.Fatal(err)
