@@ -61,7 +61,18 @@ func StartPgBouncer(tb testing.TB, dsn string, settings map[string]string) strin
 	if os.Geteuid() == 0 { // it refuses to stay root
 		args = append([]string{"--user=nobody"}, args...)
 	}
-	log := &tail{}
+	log, err := os.Create(file + ".log") //nolint:gosec // a path of our own
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() { log.Close() })
+	said := func() string {
+		text, err := os.ReadFile(log.Name())
+		if err != nil {
+			return err.Error()
+		}
+		return string(text)
+	}
 	cmd := exec.Command(binary, args...) //nolint:gosec,noctx // a test's own; it is stopped below
 	cmd.Stdout, cmd.Stderr = log, log
 	process, err := child.Start(cmd)
@@ -73,13 +84,13 @@ func StartPgBouncer(tb testing.TB, dsn string, settings map[string]string) strin
 			tb.Errorf("stopping pgbouncer: %v", err)
 		}
 		if tb.Failed() {
-			tb.Logf("pgbouncer said:\n%s", log)
+			tb.Logf("pgbouncer said:\n%s", said())
 		}
 	})
 	server.Host = net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
 	through := server.String()
 	if err := awaitPgBouncer(tb.Context(), process, through); err != nil {
-		tb.Fatalf("starting pgbouncer: %v\n%s", err, log)
+		tb.Fatalf("starting pgbouncer: %v\n%s", err, said())
 	}
 	return through
 }
