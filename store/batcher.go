@@ -34,7 +34,9 @@ type BatcherConfig struct {
 	// Queue is the most requests that may wait. Defaults to 8192.
 	Queue int
 	// Timeout bounds a statement. A database that says nothing for so long is not
-	// asked again until it answers a probe; see [ErrCircuitOpen]. Defaults to 2 seconds.
+	// asked again until it answers a probe; see [ErrCircuitOpen]. It should be above the
+	// connections' lock_timeout (2 seconds), so that a row that somebody holds locked is
+	// no silence. Defaults to 2.5 seconds.
 	Timeout time.Duration
 	// Logger is told when the database ceases to answer, and when it answers again.
 	// Defaults to none.
@@ -55,7 +57,7 @@ func (c BatcherConfig) withDefaults() BatcherConfig {
 		c.Queue = 8192
 	}
 	if c.Timeout <= 0 {
-		c.Timeout = 2 * time.Second
+		c.Timeout = 2500 * time.Millisecond
 	}
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)

@@ -432,7 +432,7 @@ func TestLockedRow(t *testing.T) {
 		t.Errorf("a held row: %+v, %v, want lock_not_available", v, err)
 	}
 	if took := time.Since(start); took < 500*time.Millisecond || took > 10*time.Second {
-		t.Errorf("a held row took %v, want about a second", took)
+		t.Errorf("a held row took %v, want about two seconds", took)
 	}
 	if v, err := b.Decide(t.Context(), oneUnit(other)); err != nil || !v.Allowed {
 		t.Errorf("another row: %+v, %v, want allowed", v, err)

@@ -22,7 +22,7 @@ const (
 	statementTimeout = "5s"
 	// lockTimeout is below a batch's own timeout, so that a row that somebody holds is
 	// the database's answer, and not its silence.
-	lockTimeout = "1s"
+	lockTimeout = "2s"
 	idleTimeout = "10s" // of a transaction that its client has forgotten
 )
 

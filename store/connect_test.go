@@ -23,7 +23,7 @@ func TestPoolConfig(t *testing.T) {
 	defer pool.Close()
 	for setting, want := range map[string]string{
 		"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off", "jit": "off",
-		"statement_timeout": "5s", "lock_timeout": "1s", "application_name": "weir",
+		"statement_timeout": "5s", "lock_timeout": "2s", "application_name": "weir",
 		"default_transaction_isolation": "read committed", "idle_in_transaction_session_timeout": "10s",
 	} {
 		var got string
