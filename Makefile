@@ -8,10 +8,11 @@ SHELL := bash
 .NOTPARALLEL: # go uses all cores by itself
 MAKEFLAGS += --warn-undefined-variables --no-builtin-rules
 
-# ENVOY=/path/to/envoy uses that one instead of installing the pinned one, and
-# DATABASE_URL a Postgres that is there instead of an embedded one. ARGS goes to
-# `weir dev`.
+# ENVOY=/path/to/envoy uses that one instead of installing the pinned one, PGBOUNCER
+# another pgbouncer, and DATABASE_URL a Postgres that is there instead of an embedded
+# one. ARGS goes to `weir dev`.
 ENVOY ?=
+PGBOUNCER ?=
 ARGS ?=
 PYTHON ?= python3
 
@@ -30,6 +31,15 @@ envoy_needed :=
 override ENVOY := $(if $(filter /%,$(ENVOY)),$(ENVOY),$(abspath $(ENVOY)))
 endif
 export ENVOY
+
+pgbouncer := .tools/pgbouncer/pgbouncer
+ifeq ($(strip $(PGBOUNCER)),)
+pgbouncer_needed := $(pgbouncer)
+override PGBOUNCER := $(CURDIR)/$(pgbouncer)
+else
+pgbouncer_needed :=
+endif
+export PGBOUNCER
 
 # The same source gives the same bytes, wherever it lies and whatever git says of
 # the checkout (which go asks, and fails if the checkout is someone else's).
@@ -69,7 +79,7 @@ filter: ## Build bin/filter.wasm, Envoy's filter, and check its size
 ##@ Prove
 
 .PHONY: test
-test: $(envoy_needed) ## Run all tests: unit, wasm, Postgres, and end to end with Envoy
+test: $(envoy_needed) $(pgbouncer_needed) ## Run all tests: unit, wasm, Postgres, and end to end with Envoy
 	@$(go_test) ./...
 
 .PHONY: e2e
@@ -102,7 +112,7 @@ fmt: $(linter) ## Format all Go files
 	$(linter) fmt
 
 .PHONY: tools
-tools: $(envoy_needed) $(linter) ## Get the pinned Envoy and build the pinned linter (minutes, once) below .tools
+tools: $(envoy_needed) $(pgbouncer_needed) $(linter) ## Get Envoy and pgbouncer and build the linter (minutes, once) below .tools
 
 .PHONY: clean
 clean: ## Remove all that make has made
@@ -134,6 +144,41 @@ $(envoy):
 	esac; \
 	rm -rf '.tools/envoy-$(envoy_version)'; \
 	mv "$$new/site" '.tools/envoy-$(envoy_version)'
+
+# The pgbouncer that is installed, or else the distribution's, unpacked with its
+# libraries here, so that nothing on the machine changes. Its package lists may be
+# missing or old, so a second try gets lists of its own.
+$(pgbouncer):
+	@mkdir -p .tools; \
+	new=$$(mktemp -d '$(CURDIR)/.tools/new.XXXXXX'); \
+	trap 'rm -rf "$$new"' EXIT; \
+	mkdir "$$new/pgbouncer"; \
+	if installed=$$(command -v pgbouncer); then \
+		ln -s "$$installed" "$$new/pgbouncer/pgbouncer"; \
+	else \
+		command -v apt-get dpkg >/dev/null || { echo 'Install pgbouncer, or set PGBOUNCER to one: tests run through it.' >&2; exit 1; }; \
+		echo 'Unpacking pgbouncer (once).'; \
+		mkdir -p "$$new/debs" "$$new/lists/partial" "$$new/cache/archives/partial"; \
+		get() { \
+			libs=$$(apt-cache "$$@" depends pgbouncer | awk '$$1 == "Depends:" && $$2 ~ /^lib/ && $$2 != "libc6" { print $$2 }'); \
+			(cd "$$new/debs" && apt-get -q -q "$$@" -o APT::Sandbox::User="$$(id -un)" download pgbouncer $$libs); \
+		}; \
+		if ! get 2>/dev/null; then \
+			own=(-o Dir::State::Lists="$$new/lists" -o Dir::Cache="$$new/cache"); \
+			apt-get -q -q "$${own[@]}" -o APT::Sandbox::User="$$(id -un)" update; \
+			get "$${own[@]}"; \
+		fi; \
+		for deb in "$$new"/debs/*.deb; do dpkg -x "$$deb" "$$new/root"; done; \
+		mkdir "$$new/pgbouncer/bin" "$$new/pgbouncer/lib"; \
+		cp "$$new/root/usr/sbin/pgbouncer" "$$new/pgbouncer/bin/"; \
+		find "$$new/root" -name '*.so.*' -exec cp -P {} "$$new/pgbouncer/lib/" ';'; \
+		printf '%s\n' '#!/bin/sh' 'here=$$(dirname "$$(readlink -f "$$0")")' \
+			'LD_LIBRARY_PATH=$$here/lib exec "$$here/bin/pgbouncer" "$$@"' >"$$new/pgbouncer/pgbouncer"; \
+		chmod +x "$$new/pgbouncer/pgbouncer"; \
+	fi; \
+	"$$new/pgbouncer/pgbouncer" --version >/dev/null; \
+	rm -rf .tools/pgbouncer; \
+	mv "$$new/pgbouncer" .tools/pgbouncer
 
 $(linter): tools/go.mod tools/go.sum
 	@echo 'Building the linter (once; several minutes from nothing).'

@@ -144,7 +144,7 @@ func startDev(t *testing.T, mark string, user *syscall.Credential) *dev {
 func environment() []string {
 	var env []string
 	for _, v := range os.Environ() {
-		if !strings.HasPrefix(v, "DATABASE_URL=") && !strings.HasPrefix(v, "ENVOY=") && !strings.HasPrefix(v, "HOME=") {
+		if !strings.HasPrefix(v, "DATABASE_URL=") && !strings.HasPrefix(v, "DATABASE_DIRECT_URL=") && !strings.HasPrefix(v, "ENVOY=") && !strings.HasPrefix(v, "HOME=") {
 			env = append(env, v)
 		}
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"runtime/debug"
 	"slices"
 	"sync"
 	"time"
@@ -26,10 +28,19 @@ type BatcherConfig struct {
 	Statements int
 	// MaxBatch is the most requests that one statement decides. Defaults to 256.
 	MaxBatch int
+	// MaxLimits is the most debits and windows that one statement decides, so that its
+	// duration is bounded; a request that has more goes alone. Defaults to 1024.
+	MaxLimits int
 	// Queue is the most requests that may wait. Defaults to 8192.
 	Queue int
-	// Timeout bounds a statement. Defaults to 2 seconds.
+	// Timeout bounds a statement. A database that says nothing for so long is not
+	// asked again until it answers a probe; see [ErrCircuitOpen]. It should be above the
+	// connections' lock_timeout (2 seconds), so that a row that somebody holds locked is
+	// no silence. Defaults to 2.5 seconds.
 	Timeout time.Duration
+	// Logger is told when the database ceases to answer, and when it answers again.
+	// Defaults to none.
+	Logger *slog.Logger
 }
 
 func (c BatcherConfig) withDefaults() BatcherConfig {
@@ -39,23 +50,38 @@ func (c BatcherConfig) withDefaults() BatcherConfig {
 	if c.MaxBatch <= 0 {
 		c.MaxBatch = 256
 	}
+	if c.MaxLimits <= 0 {
+		c.MaxLimits = 1024
+	}
 	if c.Queue <= 0 {
 		c.Queue = 8192
 	}
 	if c.Timeout <= 0 {
-		c.Timeout = 2 * time.Second
+		c.Timeout = 2500 * time.Millisecond
+	}
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
 	}
 	return c
 }
 
 // A Batcher decides requests together: what arrives while a statement is in flight
 // goes in the next one, so that many requests share one round trip and one commit. A
-// request that finds the database idle waits for nobody. It is safe for concurrent
-// use; [Batcher.Run] does the work.
+// request that finds the database idle waits for nobody.
+//
+// When the database does not answer (a statement gets no answer in time, or two in a
+// row lose their connections) the batcher's circuit opens: what waits and what comes
+// fails at once, with [ErrCircuitOpen], and one probe at a time finds out when the
+// database answers and may be written to again.
+//
+// It is safe for concurrent use, and a [prometheus.Collector]; [Batcher.Run] does the
+// work.
 type Batcher struct {
-	store  *Store
-	config BatcherConfig
-	queue  chan *waiting
+	store   *Store
+	config  BatcherConfig
+	queue   chan *waiting
+	circuit circuit
+	metrics *batcherMetrics
 }
 
 // A waiting request is in the queue, or in a statement.
@@ -72,20 +98,30 @@ var waitings = sync.Pool{New: func() any { return &waiting{done: make(chan struc
 // NewBatcher returns a batcher in front of a store, which must not be on a transaction.
 func NewBatcher(store *Store, config BatcherConfig) *Batcher {
 	config = config.withDefaults()
-	return &Batcher{store: store, config: config, queue: make(chan *waiting, config.Queue)}
+	b := &Batcher{
+		store:   store,
+		config:  config,
+		queue:   make(chan *waiting, config.Queue),
+		circuit: circuit{opened: make(chan struct{}, 1)},
+	}
+	b.metrics = newBatcherMetrics(b)
+	return b
 }
 
 // Decide is [Store.Decide] in company: see there for what it checks and returns. Requests
 // are decided in the order of their arrival, all of a statement at the instant of the
-// latest. It fails with [ErrQueueFull] at once, and
-// with ctx's error when ctx ends first: a request that has not reached the database by
-// then never does; one that has may have been charged.
+// latest. It fails with [ErrQueueFull] and with [ErrCircuitOpen] at once, and with ctx's
+// error when ctx ends first: a request that has not reached the database by then never
+// does; one that has may have been charged.
 func (b *Batcher) Decide(ctx context.Context, req policy.Request) (policy.Verdict, error) {
 	if err := check(req); err != nil {
 		return policy.Verdict{}, fmt.Errorf("deciding a request: %w", err)
 	}
 	if !req.Asks() {
 		return policy.Verdict{Allowed: true, At: req.Now}, nil
+	}
+	if b.circuit.open.Load() {
+		return policy.Verdict{}, ErrCircuitOpen
 	}
 	w, _ := waitings.Get().(*waiting)
 	w.ctx, w.request = ctx, req
@@ -118,6 +154,7 @@ func (b *Batcher) Run(ctx context.Context) error {
 	for range b.config.Statements {
 		workers.Go(func() { b.work(ctx) })
 	}
+	workers.Go(func() { b.watch(ctx) })
 	workers.Wait()
 	return nil
 }
@@ -125,21 +162,22 @@ func (b *Batcher) Run(ctx context.Context) error {
 func (b *Batcher) work(ctx context.Context) {
 	batch := make([]*waiting, 0, b.config.MaxBatch)
 	requests := make([]policy.Request, 0, b.config.MaxBatch)
+	var next *waiting // came for the last batch, which had no room for it
 	for {
-		select {
-		case w := <-b.queue:
-			batch = append(batch, w)
-		case <-ctx.Done():
-			// One last look, without waiting.
-			select {
-			case w := <-b.queue:
-				batch = append(batch, w)
-			default:
+		if next == nil {
+			if next = b.wait(ctx); next == nil {
 				return
 			}
 		}
-		batch, requests = b.fill(batch, requests)
-		if len(batch) > 0 {
+		batch, next = b.fill(append(batch, next))
+		batch, requests = keep(batch, requests)
+		switch {
+		case len(batch) == 0:
+		case b.circuit.open.Load():
+			for _, w := range batch {
+				w.answer(policy.Verdict{}, ErrCircuitOpen)
+			}
+		default:
 			b.decide(context.WithoutCancel(ctx), batch, requests)
 		}
 		clear(batch)
@@ -148,16 +186,53 @@ func (b *Batcher) work(ctx context.Context) {
 	}
 }
 
-// fill adds to a batch of one what else waits, and leaves out whose caller has gone.
-func (b *Batcher) fill(batch []*waiting, requests []policy.Request) ([]*waiting, []policy.Request) {
-	for more := true; more && len(batch) < b.config.MaxBatch; {
+// wait waits for a request. It returns nil when ctx has ended and none is left.
+func (b *Batcher) wait(ctx context.Context) *waiting {
+	select {
+	case w := <-b.queue:
+		return w
+	case <-ctx.Done():
+	}
+	// One last look, without waiting.
+	select {
+	case w := <-b.queue:
+		return w
+	default:
+		return nil
+	}
+}
+
+// fill adds to a batch of one what else waits, and returns what it had no room for.
+func (b *Batcher) fill(batch []*waiting) (full []*waiting, next *waiting) {
+	limits := limitsOf(&batch[0].request)
+	for len(batch) < b.config.MaxBatch {
 		select {
 		case w := <-b.queue:
+			if limits += limitsOf(&w.request); limits > b.config.MaxLimits {
+				return batch, w
+			}
 			batch = append(batch, w)
 		default:
-			more = false
+			return batch, nil
 		}
 	}
+	return batch, nil
+}
+
+// limitsOf is how many debits and windows a request has.
+func limitsOf(req *policy.Request) int {
+	n := len(req.Budgets) + len(req.Limiters)
+	for i := range req.Quotas {
+		n += len(req.Quotas[i].Budgets)
+	}
+	for i := range req.Shadows {
+		n += limitsOf(&req.Shadows[i])
+	}
+	return n
+}
+
+// keep leaves out of a batch whose caller has gone, and puts the rest at one instant.
+func keep(batch []*waiting, requests []policy.Request) ([]*waiting, []policy.Request) {
 	kept := batch[:0]
 	var latest time.Time
 	for _, w := range batch {
@@ -198,6 +273,10 @@ func (b *Batcher) decide(ctx context.Context, batch []*waiting, requests []polic
 	}
 	// One of them is to blame, and none was charged.
 	for i, w := range batch {
+		if b.circuit.open.Load() {
+			w.answer(policy.Verdict{}, ErrCircuitOpen)
+			continue
+		}
 		verdicts, err := b.try(ctx, requests[i:i+1])
 		if err != nil {
 			w.answer(policy.Verdict{}, err)
@@ -207,10 +286,24 @@ func (b *Batcher) decide(ctx context.Context, batch []*waiting, requests []polic
 	}
 }
 
-func (b *Batcher) try(ctx context.Context, requests []policy.Request) ([]policy.Verdict, error) {
-	ctx, cancel := context.WithTimeout(ctx, b.config.Timeout)
+// errPanicked is what a panic while deciding becomes: it costs its batch, and not the
+// process.
+var errPanicked = errors.New("panicked")
+
+// try decides requests by one statement.
+func (b *Batcher) try(ctx context.Context, requests []policy.Request) (verdicts []policy.Verdict, err error) {
+	start := time.Now()
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("deciding %d requests: %w: %v", len(requests), errPanicked, p)
+			b.config.Logger.LogAttrs(ctx, slog.LevelError, "deciding panicked", slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
+		}
+		b.metrics.observe(len(requests), time.Since(start), err)
+		b.note(ctx, err)
+	}()
+	tryCtx, cancel := context.WithTimeout(ctx, b.config.Timeout)
 	defer cancel()
-	return b.store.decide(ctx, requests)
+	return b.store.decide(tryCtx, requests)
 }
 
 func (w *waiting) answer(v policy.Verdict, err error) {

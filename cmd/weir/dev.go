@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -132,9 +133,9 @@ func (c *devCommand) database(ctx context.Context, log io.Writer) (f databaseFla
 				fmt.Fprintf(log, "weir: stopping the embedded Postgres: %v\n", err)
 			}
 		}
-		f.DatabaseURL = server.DSN("postgres")
+		f.DatabaseURL, f.DirectURL = server.DSN("postgres"), ""
 	}
-	if err := store.Migrate(ctx, f.DatabaseURL, f.Schema); err != nil {
+	if err := store.Migrate(ctx, cmp.Or(f.DirectURL, f.DatabaseURL), f.Schema); err != nil {
 		stop()
 		return f, func() {}, err
 	}

@@ -29,6 +29,7 @@ import (
 // databaseFlags say where the counters are.
 type databaseFlags struct {
 	DatabaseURL string `name:"database-url" env:"DATABASE_URL" help:"Postgres, as a URL or as key=value pairs." placeholder:"URL"`
+	DirectURL   string `name:"database-direct-url" env:"DATABASE_DIRECT_URL" help:"The same database without a pooler, for migrations. By default --database-url." placeholder:"URL"`
 	Schema      string `help:"The schema that holds Weir's tables." default:"plexsphere"`
 }
 
@@ -187,7 +188,8 @@ type servingConfig struct {
 type serving struct {
 	servingConfig
 
-	batcher *store.Batcher
+	*backing
+
 	service *ratelimitsvc.Service
 	server  *grpc.Server
 }
@@ -202,13 +204,16 @@ func newServing(config servingConfig) (*serving, error) {
 	registry.MustRegister(grpcMetrics)
 
 	st := store.NewStoreIn(config.pool, config.schema)
-	batcher := store.NewBatcher(st, store.BatcherConfig{})
+	back, err := newBacking(st, config, registry)
+	if err != nil {
+		return nil, err
+	}
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
 		Policies: config.policies,
-		Decider:  batcher,
+		Decider:  back.batcher,
 		Usage:    st,
 		Ping:     config.pool.Ping,
-		Now:      time.Now,
+		Now:      back.clock.Now,
 		Logger:   config.logger,
 		Registry: registry,
 	})
@@ -219,7 +224,7 @@ func newServing(config servingConfig) (*serving, error) {
 	service.Register(server)
 	reflection.Register(server)
 	grpcMetrics.InitializeMetrics(server)
-	return &serving{servingConfig: config, batcher: batcher, service: service, server: server}, nil
+	return &serving{servingConfig: config, backing: back, service: service, server: server}, nil
 }
 
 // newGRPCServer returns a server on which a panic of one handler ends one call, and
@@ -245,6 +250,7 @@ func (s *serving) run(ctx context.Context) error {
 
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return s.service.Run(ctx) })
+	group.Go(func() error { return s.watch(ctx) })
 	if s.grpc != nil {
 		group.Go(func() error { return serveGRPC(ctx, s.grpc, s.server) })
 	}
