@@ -338,8 +338,8 @@ func (l *ledger) note(req policy.Request, v policy.Verdict) {
 	}
 }
 
-// A load draws requests over a few shared buckets and windows, at one instant.
-type load struct {
+// Traffic draws requests over a few shared buckets and windows, at one instant.
+type traffic struct {
 	keys     []Key
 	limiters []policy.CounterID
 	holders  []policy.Consumer
@@ -348,8 +348,8 @@ type load struct {
 	windows  []quota.Budget
 }
 
-func newLoad(name string, size int64) *load {
-	l := &load{
+func newTraffic(name string, size int64) *traffic {
+	l := &traffic{
 		budget:  Budget{PerSecond: 1e6, Burst: float64(size)},
 		policy:  policy.LimiterPolicy{Permits: 1000, Per: time.Second, Burst: size},
 		windows: dayMonth(size, size-size/8),
@@ -363,7 +363,7 @@ func newLoad(name string, size int64) *load {
 	return l
 }
 
-func (l *load) request(r *rand.Rand) policy.Request {
+func (l *traffic) request(r *rand.Rand) policy.Request {
 	req := policy.Request{Now: noon}
 	for range 1 + r.IntN(3) {
 		req.Budgets = append(req.Budgets, policy.BudgetDebit{
@@ -382,7 +382,7 @@ func (l *load) request(r *rand.Rand) policy.Request {
 }
 
 // compare holds the rows against what was surely spent, and what perhaps was.
-func (l *load) compare(t *testing.T, db DBTX, sure, perhaps *ledger) {
+func (l *traffic) compare(t *testing.T, db DBTX, sure, perhaps *ledger) {
 	t.Helper()
 	within := func(what string, got, sure, perhaps int64) {
 		if got < sure || got > sure+perhaps {
@@ -443,7 +443,7 @@ func TestP01LoadForAMinute(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	running.Go(func() { _ = batcher.Run(ctx) })
-	l, sure := newLoad("minute", 10_000), newLedger()
+	l, sure := newTraffic("minute", 10_000), newLedger()
 	end := time.Now().Add(duration)
 	var decided, refused atomic.Int64
 	together(workers, func(worker int) {
@@ -511,7 +511,7 @@ func TestLaw4KilledTwentyTimes(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	running.Go(func() { _ = batcher.Run(ctx) })
-	l, sure, perhaps := newLoad("kill", 1<<30), newLedger(), newLedger()
+	l, sure, perhaps := newTraffic("kill", 1<<30), newLedger(), newLedger()
 	var stop atomic.Bool
 	var decided, failed atomic.Int64
 	running.Go(func() {
