@@ -47,17 +47,19 @@ func (p LimiterPolicy) Validate() error {
 	return nil
 }
 
-// Capacity returns the level of a full bucket, in token-microseconds.
+// Capacity returns the level of a full bucket, in token-microseconds. It and all below are
+// defined for valid policies only.
 func (p LimiterPolicy) Capacity() int64 { return p.Burst * p.Per.Microseconds() }
 
-// Level returns the level at now of a bucket that held level at refilledAt: the same
-// arithmetic as the database's. A now before refilledAt refills nothing.
+// Level returns the level at now of a bucket that held level, from 0 to the capacity, at
+// refilledAt: the same arithmetic as the database's, in whole microseconds. A now before
+// refilledAt refills nothing.
 func (p LimiterPolicy) Level(level int64, refilledAt, now time.Time) int64 {
 	capacity := p.Capacity()
 	if level >= capacity {
 		return capacity
 	}
-	elapsed := max(0, now.UnixMicro()-refilledAt.UnixMicro())
+	elapsed := microsBetween(refilledAt, now)
 	// Written so that nothing overflows.
 	if elapsed > (capacity-level)/p.Permits {
 		return capacity
@@ -65,14 +67,32 @@ func (p LimiterPolicy) Level(level int64, refilledAt, now time.Time) int64 {
 	return level + elapsed*p.Permits
 }
 
+// Convert returns, in terms of p, a level of a bucket of another policy: as many tokens,
+// the part of one rounded down, cut to p's capacity.
+func (p LimiterPolicy) Convert(level int64, from LimiterPolicy) int64 {
+	old, period := uint64(from.Per.Microseconds()), uint64(p.Per.Microseconds()) //nolint:gosec // neither is negative
+	if old == period {
+		return min(level, p.Capacity())
+	}
+	hi, lo := bits.Mul64(uint64(max(0, level)), period) //nolint:gosec // not negative
+	if hi >= old {
+		return p.Capacity() // the quotient has more than 64 bits
+	}
+	converted, _ := bits.Div64(hi, lo, old)
+	return int64(min(converted, uint64(p.Capacity()))) //nolint:gosec // at most the capacity
+}
+
 // Tokens returns the whole tokens in a level.
 func (p LimiterPolicy) Tokens(level int64) int64 { return level / p.Per.Microseconds() }
 
 // Wait returns how long after now a bucket that held level at refilledAt will hold so many
-// tokens, if nobody takes any: 0 when it does already. It is exact to the microsecond. ok is
-// false when tokens is above the capacity, which no wait reaches.
+// tokens, if nobody takes any: 0 when it does already. It is exact to the microsecond, and
+// at most 292 years. ok is false when tokens is above the burst, which no wait reaches.
 func (p LimiterPolicy) Wait(level int64, refilledAt, now time.Time, tokens int64) (wait time.Duration, ok bool) {
-	if tokens > p.Burst {
+	switch {
+	case tokens <= 0:
+		return 0, true
+	case tokens > p.Burst:
 		return 0, false
 	}
 	need := tokens*p.Per.Microseconds() - p.Level(level, refilledAt, now)
@@ -84,9 +104,26 @@ func (p LimiterPolicy) Wait(level int64, refilledAt, now time.Time, tokens int64
 		micros++
 	}
 	// A refill that lies ahead of now begins there.
-	micros += max(0, refilledAt.UnixMicro()-now.UnixMicro())
+	micros = min(micros, maxWait) + min(microsBetween(now, refilledAt), maxWait)
 	return time.Duration(min(micros, maxWait)) * time.Microsecond, true
 }
 
 // maxWait is the longest wait that a duration holds, in microseconds (292 years).
 const maxWait = int64(1<<63-1) / int64(time.Microsecond)
+
+// microsBetween returns the whole microseconds from a to b, as a timestamp of the
+// database counts them: 0 when b is before a, and at most about [MaxLevel], which is
+// longer than any wait.
+func microsBetween(a, b time.Time) int64 {
+	// By the calendar, whatever monotonic readings they carry.
+	from, to := a.Unix(), b.Unix()
+	if to < from {
+		return 0
+	}
+	seconds := uint64(to) - uint64(from) //nolint:gosec // the difference is right modulo 2^64
+	if seconds >= MaxLevel/1_000_000 {
+		return MaxLevel
+	}
+	micros := int64(b.Nanosecond()/1000 - a.Nanosecond()/1000)
+	return max(0, int64(seconds)*1_000_000+micros) //nolint:gosec // below 2^62
+}
