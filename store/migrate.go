@@ -25,7 +25,7 @@ import (
 // they use) begins the next hundred: so a binary also accepts versions that are newer
 // than itself, up to the end of its hundred.
 const (
-	minSchemaVersion = 4
+	minSchemaVersion = 5
 	maxSchemaVersion = 99
 )
 

@@ -74,7 +74,7 @@ type Store struct {
 
 // queries are the statements, for the store's schema.
 type queries struct {
-	take, deleteIdle, decide, decideAgain, used, consumers, enrol string
+	take, deleteIdle, deleteExpired, decide, decideAgain, used, consumers, enrol string
 }
 
 // NewStore returns a store on the schema [DefaultSchema]. It panics when db is nil.
@@ -87,13 +87,14 @@ func NewStoreIn(db DBTX, schema string) *Store {
 		panic("store: the database handle is nil")
 	}
 	return &Store{db: db, known: &knownConsumers{}, queries: queries{
-		take:        inSchema(takeSQL, schema),
-		deleteIdle:  inSchema(deleteIdleSQL, schema),
-		decide:      inSchema(decideSQL, schema),
-		decideAgain: inSchema(decideAgainSQL, schema),
-		used:        inSchema(usedSQL, schema),
-		consumers:   inSchema(consumersSQL, schema),
-		enrol:       inSchema(enrolSQL, schema),
+		take:          inSchema(takeSQL, schema),
+		deleteIdle:    inSchema(deleteIdleSQL, schema),
+		deleteExpired: inSchema(deleteExpiredSQL, schema),
+		decide:        inSchema(decideSQL, schema),
+		decideAgain:   inSchema(decideAgainSQL, schema),
+		used:          inSchema(usedSQL, schema),
+		consumers:     inSchema(consumersSQL, schema),
+		enrol:         inSchema(enrolSQL, schema),
 	}}
 }
 

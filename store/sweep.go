@@ -30,6 +30,22 @@ WITH idle AS MATERIALIZED (
 )
 SELECT (SELECT count(*) FROM idle), (SELECT count(*) FROM gone)`
 
+// deleteExpiredSQL does the same for limiters' buckets that have expired.
+const deleteExpiredSQL = `
+WITH expired AS MATERIALIZED (
+    SELECT id
+    FROM plexsphere.limiter_buckets
+    WHERE expires_at < $1::timestamptz
+    LIMIT $2
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM plexsphere.limiter_buckets AS b
+    USING expired
+    WHERE b.id = expired.id AND b.expires_at < $1::timestamptz
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM expired), (SELECT count(*) FROM gone)`
+
 // DeleteIdle deletes the buckets that were last taken from before an instant, and
 // returns how many. The instant must lie at least [policy.MaxRefill] seconds back for
 // every replica's clock: a bucket idle for that long is full, which is what its next
@@ -37,14 +53,36 @@ SELECT (SELECT count(*) FROM idle), (SELECT count(*) FROM gone)`
 // store is on a transaction, and returns what it has deleted along with an error. A
 // bucket that is being taken from meanwhile stays.
 func (s *Store) DeleteIdle(ctx context.Context, before time.Time) (int64, error) {
+	deleted, err := s.deleteBatches(ctx, s.queries.deleteIdle, before)
+	if err != nil {
+		return deleted, fmt.Errorf("deleting idle rate budgets: %w", err)
+	}
+	return deleted, nil
+}
+
+// DeleteExpired deletes the limiters' buckets that had expired before an instant, and
+// returns how many: they are full by every policy that wrote them, which is what their
+// next take mints. The instant must not lie ahead of any replica's clock; a few minutes
+// back is a good choice. It deletes as [Store.DeleteIdle] does.
+func (s *Store) DeleteExpired(ctx context.Context, before time.Time) (int64, error) {
+	deleted, err := s.deleteBatches(ctx, s.queries.deleteExpired, before)
+	if err != nil {
+		return deleted, fmt.Errorf("deleting expired limiters' buckets: %w", err)
+	}
+	return deleted, nil
+}
+
+// deleteBatches runs a statement, which deletes a batch of what is older than an instant
+// and returns how many rows it found and deleted, until it finds no full batch.
+func (s *Store) deleteBatches(ctx context.Context, statement string, before time.Time) (int64, error) {
 	if err := checkNow(before); err != nil {
-		return 0, fmt.Errorf("deleting idle rate budgets: %w", err)
+		return 0, err
 	}
 	var deleted int64
 	for {
 		var found, gone int64
-		if err := s.db.QueryRow(ctx, s.queries.deleteIdle, before, sweepBatch).Scan(&found, &gone); err != nil {
-			return deleted, fmt.Errorf("deleting idle rate budgets: %w", err)
+		if err := s.db.QueryRow(ctx, statement, before, sweepBatch).Scan(&found, &gone); err != nil {
+			return deleted, err
 		}
 		deleted += gone
 		if found < sweepBatch {
