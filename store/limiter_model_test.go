@@ -407,42 +407,73 @@ func TestLimiterExtremes(t *testing.T) {
 func TestLimiterRollOut(t *testing.T) {
 	t.Parallel()
 
-	s, pool := setup(t)
-	clock := newClock(noon)
+	_, pool := setup(t)
 	policies := []Policy{{Permits: 100, Per: time.Second, Burst: 10}, {Permits: 100, Per: time.Second, Burst: 100}}
-	small, large := limiterAt(pool, policies[0], clock), limiterAt(pool, policies[1], clock)
-	law := newLawOne(policies, 0)
-	var admitted int64
-	take := func(l *Limiter[string], cost int64) {
-		if mustAcquire(t, l, "a", cost).Allowed {
-			admitted += cost
-			if !law.admit(cost, clock.now().UnixMicro()) {
-				t.Errorf("at %v: admitted more than law 1 allows", clock.now().Sub(noon))
+	const (
+		cycle = 1200 * time.Millisecond
+		step  = 10 * time.Millisecond
+		span  = 10 * cycle
+	)
+	for _, tt := range []struct {
+		name string
+		// Whether the small and the large take at a time of the cycle.
+		small, large func(at time.Duration) bool
+	}{
+		{
+			// The small take once, and rest until theirs is full.
+			name:  "small rests at once",
+			small: func(at time.Duration) bool { return at%(200*time.Millisecond) == 2*step },
+			large: func(at time.Duration) bool { return at%(200*time.Millisecond) == 0 },
+		},
+		{
+			// The small take all that comes back, until shortly before the large's row
+			// would have expired.
+			name:  "small never rests",
+			small: func(at time.Duration) bool { return at > 0 && at < 900*time.Millisecond },
+			large: func(at time.Duration) bool { return at == 0 },
+		},
+		{
+			name:  "all the time",
+			small: func(time.Duration) bool { return true },
+			large: func(time.Duration) bool { return true },
+		},
+	} {
+		s := NewStore(pool)
+		clock := newClock(noon)
+		small, large := limiterAt(pool, policies[0], clock), limiterAt(pool, policies[1], clock)
+		law := newLawOne(policies, 0)
+		var admitted int64
+		take := func(l *Limiter[string], cost int64) {
+			if mustAcquire(t, l, tt.name, cost).Allowed {
+				admitted += cost
+				if !law.admit(cost, clock.now().UnixMicro()) {
+					t.Errorf("%s: at %v: admitted more than law 1 allows", tt.name, clock.now().Sub(noon))
+				}
 			}
 		}
-	}
-	const span = 5 * time.Second
-	for at := time.Duration(0); at <= span; at += 10 * time.Millisecond {
-		clock.set(noon.Add(at))
-		if _, err := s.DeleteExpired(t.Context(), clock.now()); err != nil {
-			t.Fatal(err)
+		for at := time.Duration(0); at < span && !t.Failed(); at += step {
+			clock.set(noon.Add(at))
+			if _, err := s.DeleteExpired(t.Context(), clock.now()); err != nil {
+				t.Fatal(err)
+			}
+			if tt.large(at % cycle) {
+				take(large, 100)
+			}
+			if tt.small(at % cycle) {
+				take(small, 1)
+			}
 		}
-		if at%(500*time.Millisecond) == 0 {
-			take(large, 100)
-			take(large, 60)
+		if most := 100 + span.Milliseconds()/10; admitted > most || admitted < 100 {
+			t.Errorf("%s: %d admitted in %v, want 100 to %d", tt.name, admitted, span, most)
 		}
-		take(small, 1)
-	}
-	if most := 100 + int64(span.Seconds())*100; admitted > most || admitted < most/2 {
-		t.Errorf("%d admitted in %v, want at most %d, and not much less", admitted, span, most)
-	}
-	// When both have rested the row goes, and the bucket is full.
-	clock.advance(2 * time.Second)
-	if n, err := s.DeleteExpired(t.Context(), clock.now()); n != 1 || err != nil {
-		t.Errorf("DeleteExpired = %d, %v, want 1", n, err)
-	}
-	if d := mustPeek(t, large, "a"); d.Remaining != 100 {
-		t.Errorf("at rest %d are left, want 100", d.Remaining)
+		// When both have rested the row goes, and the bucket is full.
+		clock.advance(3 * time.Second)
+		if n, err := s.DeleteExpired(t.Context(), clock.now()); n != 1 || err != nil {
+			t.Errorf("%s: DeleteExpired = %d, %v, want 1", tt.name, n, err)
+		}
+		if d := mustPeek(t, large, tt.name); d.Remaining != 100 {
+			t.Errorf("%s: at rest %d are left, want 100", tt.name, d.Remaining)
+		}
 	}
 }
 
