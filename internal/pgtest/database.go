@@ -58,29 +58,43 @@ func Main(m *testing.M, migrate func(ctx context.Context, dsn string) error) int
 // dropped when the test ends, with whatever is still connected to it.
 func NewDatabase(tb testing.TB) string {
 	tb.Helper()
-	suite.once.Do(func() { suite.err = startSuite() })
-	if suite.err != nil {
-		tb.Fatalf("making a database: %v", suite.err)
-	}
-	name := randomName("test")
-	ctx, cancel := context.WithTimeout(tb.Context(), setupTimeout)
-	defer cancel()
-	if err := execute(ctx, fmt.Sprintf("CREATE DATABASE %s TEMPLATE %s", name, suite.template)); err != nil {
-		tb.Fatalf("making a database: %v", err)
+	dsn, drop, err := OpenDatabase(tb.Context())
+	if err != nil {
+		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {
-		// tb.Context has ended by now.
+		if err := drop(); err != nil {
+			tb.Error(err)
+		}
+	})
+	return dsn
+}
+
+// OpenDatabase is [NewDatabase] for examples, which have no [testing.TB]: they call drop
+// themselves.
+func OpenDatabase(ctx context.Context) (dsn string, drop func() error, err error) {
+	suite.once.Do(func() { suite.err = startSuite() })
+	if suite.err != nil {
+		return "", nil, fmt.Errorf("making a database: %w", suite.err)
+	}
+	name := randomName("test")
+	ctx, cancel := context.WithTimeout(ctx, setupTimeout)
+	defer cancel()
+	if err := execute(ctx, fmt.Sprintf("CREATE DATABASE %s TEMPLATE %s", name, suite.template)); err != nil {
+		return "", nil, fmt.Errorf("making a database: %w", err)
+	}
+	if dsn, err = withDatabase(suite.admin, name); err != nil {
+		return "", nil, fmt.Errorf("making a database: %w", err)
+	}
+	return dsn, func() error {
+		// The test's context has ended by now.
 		ctx, cancel := context.WithTimeout(context.Background(), cleanupTimeout)
 		defer cancel()
 		if err := execute(ctx, "DROP DATABASE IF EXISTS "+name+" WITH (FORCE)"); err != nil {
-			tb.Errorf("dropping a database: %v", err)
+			return fmt.Errorf("dropping a database: %w", err)
 		}
-	})
-	dsn, err := withDatabase(suite.admin, name)
-	if err != nil {
-		tb.Fatalf("making a database: %v", err)
-	}
-	return dsn
+		return nil
+	}, nil
 }
 
 func startSuite() error {
