@@ -74,7 +74,7 @@ func (p LimiterPolicy) Convert(level int64, from LimiterPolicy) int64 {
 	if old == period {
 		return min(level, p.Capacity())
 	}
-	hi, lo := bits.Mul64(uint64(max(0, level)), period) //nolint:gosec // not negative
+	hi, lo := bits.Mul64(uint64(max(0, level)), period)
 	if hi >= old {
 		return p.Capacity() // the quotient has more than 64 bits
 	}
@@ -125,5 +125,5 @@ func microsBetween(a, b time.Time) int64 {
 		return MaxLevel
 	}
 	micros := int64(b.Nanosecond()/1000 - a.Nanosecond()/1000)
-	return max(0, int64(seconds)*1_000_000+micros) //nolint:gosec // below 2^62
+	return max(0, int64(seconds)*1_000_000+micros)
 }

@@ -1,8 +1,10 @@
 package store
 
 import (
+	"errors"
 	"fmt"
 	"math/big"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -526,7 +528,7 @@ func TestLimiterRollOutConcurrently(t *testing.T) {
 			return now
 		}})
 		for i := worker; !done.Load(); i++ {
-			d, err := l.TryAcquire(t.Context(), fmt.Sprint(i%subjects), cost)
+			d, err := l.TryAcquire(t.Context(), strconv.Itoa(i%subjects), cost)
 			if err != nil {
 				t.Error(err)
 			}
@@ -601,7 +603,7 @@ func TestDeleteExpired(t *testing.T) {
 	if _, err := NewStore(unreachable{t}).DeleteExpired(t.Context(), time.Unix(1<<40, 0)); err == nil {
 		t.Error("an instant out of range: no error")
 	}
-	if _, err := NewStore(&failingDB{err: fmt.Errorf("gone")}).DeleteExpired(t.Context(), noon); err == nil {
+	if _, err := NewStore(&failingDB{err: errors.New("gone")}).DeleteExpired(t.Context(), noon); err == nil {
 		t.Error("an unreachable database: no error")
 	}
 }
