@@ -74,7 +74,7 @@ type Envoy struct {
 	process   *child.Process
 	dir       string // holds the configuration and the admin address
 	adminFile string
-	output    *tail
+	output    *child.Tail
 	grace     time.Duration
 	http      *http.Client
 
@@ -105,7 +105,7 @@ func Start(ctx context.Context, config Config) (*Envoy, error) {
 	}
 	args = append(args, "--admin-address-path", adminFile)
 
-	output := newTail(config.Output)
+	output := child.NewTail(config.Output)
 	cmd := exec.Command(config.Binary, args...) //nolint:gosec,noctx // the caller chooses its Envoy; child stops it
 	cmd.Stdout, cmd.Stderr = output, output
 	process, err := child.Start(cmd)
