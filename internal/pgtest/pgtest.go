@@ -143,7 +143,8 @@ func (s *Server) DSN(database string) string {
 // restarted.
 func (s *Server) Port() int { return s.port }
 
-// Done is closed when the child that runs the server has ended, asked or not.
+// Done is closed when the child that runs the server has ended, asked or not. It ends
+// by itself soon after a Postgres that was told neither to halt nor to be killed does.
 func (s *Server) Done() <-chan struct{} { return s.process.Done() }
 
 // Halt stops Postgres in order, cutting its clients off, and keeps its data for
