@@ -36,8 +36,8 @@ const (
 	watchInterval = 100 * time.Millisecond
 	// quitGrace is how long a server that nobody owns may take to end in order.
 	quitGrace = 5 * time.Second
-	// logTail is how much of Postgres's log is told when it ended by itself.
-	logTail = 2 << 10
+	// logLines is how much of Postgres's log is told when it ended by itself.
+	logLines = 5
 )
 
 // childConfig is what the child is told on its first line.
@@ -130,15 +130,20 @@ func (c *runner) lost() bool {
 
 // log is the end of Postgres's log.
 func (c *runner) log() string {
-	files, err := filepath.Glob(filepath.Join(c.instance, "embedded_postgres_log*"))
-	if err != nil || len(files) == 0 {
-		return ""
+	files, _ := filepath.Glob(filepath.Join(c.instance, "embedded_postgres_log*")) // the pattern is right
+	var newest string
+	var at time.Time
+	for _, file := range files { // one a start
+		if info, err := os.Stat(file); err == nil && !info.ModTime().Before(at) {
+			newest, at = file, info.ModTime()
+		}
 	}
-	text, err := os.ReadFile(files[len(files)-1])
+	text, err := os.ReadFile(newest) //nolint:gosec // a path of our own
 	if err != nil {
 		return ""
 	}
-	return strings.TrimSpace(string(text[max(0, len(text)-logTail):]))
+	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
+	return strings.Join(lines[max(0, len(lines)-logLines):], "\n")
 }
 
 func (c *runner) obey(req request) reply {
