@@ -53,6 +53,8 @@ func (c *console) Handle(_ context.Context, r slog.Record) error {
 		line = decisionLine(attrs)
 	case r.Message == "envoy refused a configuration":
 		line = fmt.Sprintf("WARN: envoy refused the %s: %s", resourceName(attrs["type"].String()), attrs["detail"])
+	case r.Message == "database":
+		return nil // what it is matters to operators
 	case r.Level >= slog.LevelWarn:
 		line = strings.TrimSpace(r.Level.String() + ": " + r.Message + " " + strings.Join(rest, " "))
 	case r.Level >= slog.LevelInfo:

@@ -53,6 +53,7 @@ func TestConsole(t *testing.T) {
 	quiet.Warn("envoy refused a configuration",
 		slog.String("type", "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"),
 		slog.String("detail", "Unable to create Wasm plugin weir"))
+	all.Info("database", slog.String("server_version", "18.3"))
 	all.Debug("decision",
 		slog.String("outcome", "refused"), slog.String("domain", "ingest"), slog.Any("descriptors", []string{"consumer=alice cost 1"}),
 		slog.String("limit", "consumer"), slog.Int64("remaining", 0), slog.Int64("size", 10), slog.Int64("retry_after_s", 60))
