@@ -91,7 +91,26 @@ type dev struct {
 	out     *logBuffer
 }
 
+// startDev starts `weir dev` and returns once it says that it runs.
 func startDev(t *testing.T, mark string, user *syscall.Credential) *dev {
+	t.Helper()
+	d := launchDev(t, mark, user, wasmtest.Module(t))
+	eventually(t, startTimeout, "weir dev is ready", func() error {
+		select {
+		case <-d.Done():
+			t.Fatalf("weir dev ended: %v", d.Err())
+		default:
+		}
+		if !strings.Contains(d.out.String(), "Weir is running.") {
+			return errors.New("it has not said so")
+		}
+		return nil
+	})
+	return d
+}
+
+// launchDev starts `weir dev` with a mark in its environment, and returns at once.
+func launchDev(t *testing.T, mark string, user *syscall.Credential, module string) *dev {
 	t.Helper()
 	binary, err := envoyproc.Find(os.Getenv("ENVOY"))
 	if err != nil {
@@ -99,7 +118,7 @@ func startDev(t *testing.T, mark string, user *syscall.Credential) *dev {
 	}
 	d := &dev{gateway: freeAddress(t), out: &logBuffer{}}
 	home := t.TempDir()
-	policy, module, envoy := examplePolicy, wasmtest.Module(t), binary
+	policy, envoy := examplePolicy, binary
 	if user != nil {
 		// What a plain user can't reach below root's folders is copied.
 		home = reachableDir(t)
@@ -126,17 +145,6 @@ func startDev(t *testing.T, mark string, user *syscall.Credential) *dev {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = d.Stop(syscall.SIGKILL, 0) })
-	eventually(t, startTimeout, "weir dev is ready", func() error {
-		select {
-		case <-d.Done():
-			t.Fatalf("weir dev ended: %v", d.Err())
-		default:
-		}
-		if !strings.Contains(d.out.String(), "Weir is running.") {
-			return errors.New("it has not said so")
-		}
-		return nil
-	})
 	return d
 }
 

@@ -130,9 +130,12 @@ func (s *Service) Run(ctx context.Context) error {
 }
 
 func (s *Service) checkHealth(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	pingCtx, cancel := context.WithTimeout(ctx, healthTimeout)
 	defer cancel()
-	err := s.config.Ping(ctx)
+	err := s.config.Ping(pingCtx)
+	if ctx.Err() != nil {
+		return // which says nothing of the store
+	}
 	if was := s.healthy.Load(); was != (err == nil) {
 		if err == nil {
 			s.config.Logger.LogAttrs(ctx, slog.LevelInfo, "the store answers")

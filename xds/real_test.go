@@ -45,10 +45,7 @@ func TestRealEnvoy(t *testing.T) {
 			t.Parallel()
 
 			log := new(syncBuffer)
-			server, err := xds.NewServer(xds.Config{Logger: slog.New(slog.NewTextHandler(log, nil))})
-			if err != nil {
-				t.Fatal(err)
-			}
+			server := xds.NewServer(xds.Config{Logger: slog.New(slog.NewTextHandler(log, nil))})
 			grpcServer := grpc.NewServer()
 			server.Register(grpcServer)
 			b := &bench{server: server, log: log}

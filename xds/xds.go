@@ -53,11 +53,10 @@ type Config struct {
 
 // A Server is a control plane. It is safe for concurrent use.
 type Server struct {
-	cache  cachev3.SnapshotCache
-	ads    discoveryv3.AggregatedDiscoveryServiceServer
-	close  context.CancelFunc
-	nodes  *nodes
-	logger *slog.Logger
+	cache cachev3.SnapshotCache
+	ads   discoveryv3.AggregatedDiscoveryServiceServer
+	close context.CancelFunc
+	nodes *nodes
 
 	publishing sync.Mutex
 }
@@ -73,7 +72,7 @@ func (sameForAll) ID(*corev3.Node) string { return everyNode }
 
 // NewServer returns a server that answers nothing until something is published:
 // its clients wait. [Server.Close] ends it.
-func NewServer(config Config) (*Server, error) {
+func NewServer(config Config) *Server {
 	logger := config.Logger
 	if logger == nil {
 		logger = slog.New(slog.DiscardHandler)
@@ -85,11 +84,10 @@ func NewServer(config Config) (*Server, error) {
 	return &Server{
 		cache: cache,
 		// Ordered, so that a client hears of a cluster before a route to it.
-		ads:    serverv3.NewServer(ctx, cache, nodes, sotw.WithOrderedADS(), sotw.WithLogger(quiet)),
-		close:  cancel,
-		nodes:  nodes,
-		logger: logger,
-	}, nil
+		ads:   serverv3.NewServer(ctx, cache, nodes, sotw.WithOrderedADS(), sotw.WithLogger(quiet)),
+		close: cancel,
+		nodes: nodes,
+	}
 }
 
 // Register adds the server to a gRPC server.

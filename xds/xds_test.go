@@ -78,11 +78,7 @@ type bench struct {
 func setup(t *testing.T) *bench {
 	t.Helper()
 	b := &bench{log: new(syncBuffer)}
-	var err error
-	b.server, err = xds.NewServer(xds.Config{Logger: slog.New(slog.NewTextHandler(b.log, nil))})
-	if err != nil {
-		t.Fatal(err)
-	}
+	b.server = xds.NewServer(xds.Config{Logger: slog.New(slog.NewTextHandler(b.log, nil))})
 	grpcServer := grpc.NewServer()
 	b.server.Register(grpcServer)
 	listener := bufconn.Listen(1 << 20)

@@ -6,21 +6,22 @@ import (
 	"io"
 	"log/slog"
 	"strings"
-	"sync"
 )
 
 // A console is the log of `weir dev`: a readable line a decision, and what else is
 // worth a person's attention.
 type console struct {
-	mu    *sync.Mutex
-	w     io.Writer
+	w     io.Writer // writes whole lines
+	least slog.Level
 	attrs []slog.Attr
 }
 
-func newConsole(w io.Writer) *console { return &console{mu: &sync.Mutex{}, w: w} }
+// newConsole returns a console that writes a line at a time to w. It admits what has the
+// least level, of which Handle leaves out what is not for a person.
+func newConsole(w io.Writer, least slog.Level) *console { return &console{w: w, least: least} }
 
-// Enabled admits everything: Handle leaves out what is not for a person.
-func (c *console) Enabled(context.Context, slog.Level) bool { return true }
+// Enabled implements [slog.Handler].
+func (c *console) Enabled(_ context.Context, level slog.Level) bool { return level >= c.least }
 
 // WithAttrs implements [slog.Handler].
 func (c *console) WithAttrs(attrs []slog.Attr) slog.Handler {
@@ -50,6 +51,10 @@ func (c *console) Handle(_ context.Context, r slog.Record) error {
 	switch {
 	case r.Message == "decision":
 		line = decisionLine(attrs)
+	case r.Message == "envoy refused a configuration":
+		line = fmt.Sprintf("WARN: envoy refused the %s: %s", resourceName(attrs["type"].String()), attrs["detail"])
+	case r.Message == "database":
+		return nil // what it is matters to operators
 	case r.Level >= slog.LevelWarn:
 		line = strings.TrimSpace(r.Level.String() + ": " + r.Message + " " + strings.Join(rest, " "))
 	case r.Level >= slog.LevelInfo:
@@ -57,8 +62,6 @@ func (c *console) Handle(_ context.Context, r slog.Record) error {
 	default:
 		return nil
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	_, err := fmt.Fprintf(c.w, "%s  %s\n", r.Time.Format("15:04:05"), line)
 	return err
 }

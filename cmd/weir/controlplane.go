@@ -2,24 +2,24 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
+	"path"
 
 	"github.com/weir-dev/weir/envoy"
 	"github.com/weir-dev/weir/xds"
 )
 
-// publish returns a control plane that serves an Envoy's configuration.
-func publish(ctx context.Context, logger *slog.Logger, config envoy.Config) (*xds.Server, error) {
+// publish returns a control plane that serves an Envoy's configuration. flags are those
+// of the command, as for flagErrors.
+func publish(ctx context.Context, logger *slog.Logger, config envoy.Config, flags fieldFlags) (*xds.Server, error) {
 	resources, err := config.Resources()
 	if err != nil {
-		return nil, flagErrors(err)
+		return nil, flagErrors(err, flags)
 	}
-	plane, err := xds.NewServer(xds.Config{Logger: logger})
-	if err != nil {
-		return nil, fmt.Errorf("building the control plane: %w", err)
-	}
+	plane := xds.NewServer(xds.Config{Logger: logger})
 	if err := plane.Publish(ctx, resources); err != nil {
 		plane.Close()
 		return nil, fmt.Errorf("publishing Envoy's configuration: %w", err)
@@ -28,12 +28,44 @@ func publish(ctx context.Context, logger *slog.Logger, config envoy.Config) (*xd
 }
 
 // serveControlPlane serves until ctx ends.
-func serveControlPlane(ctx context.Context, listener net.Listener, plane *xds.Server) error {
-	server := newGRPCServer(slog.New(slog.DiscardHandler))
-	plane.Register(server)
-	go func() {
-		<-ctx.Done()
-		plane.Close() // its streams would otherwise never end
-	}()
-	return serveGRPC(ctx, listener, server)
+func serveControlPlane(logger *slog.Logger, listener net.Listener, plane *xds.Server) part {
+	return func(ctx context.Context) error {
+		server := newGRPCServer(logger)
+		plane.Register(server)
+		// Its streams would otherwise never end.
+		defer context.AfterFunc(ctx, plane.Close)()
+		return server.serve(listener)(ctx)
+	}
+}
+
+// refused returns what connected Envoys have refused of what they were last sent, nil
+// for nothing.
+func refused(plane *xds.Server) error {
+	var refusals []error
+	for _, node := range plane.Nodes() {
+		for typeURL, state := range node.Types {
+			if state.Nack != nil {
+				refusals = append(refusals, fmt.Errorf("envoy refused the %s: %s", resourceName(typeURL), state.Nack.Detail))
+			}
+		}
+	}
+	return errors.Join(refusals...)
+}
+
+// resourceName names a type of resource for people.
+func resourceName(typeURL string) string {
+	switch name := path.Base(typeURL); name {
+	case "envoy.config.core.v3.TypedExtensionConfig":
+		return "filter"
+	case "envoy.config.listener.v3.Listener":
+		return "listener"
+	case "envoy.config.cluster.v3.Cluster":
+		return "clusters"
+	case "envoy.config.route.v3.RouteConfiguration":
+		return "routes"
+	case "envoy.config.endpoint.v3.ClusterLoadAssignment":
+		return "endpoints"
+	default:
+		return name
+	}
 }

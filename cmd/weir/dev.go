@@ -9,23 +9,28 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"net/url"
+	"regexp"
 	"sync"
+	"sync/atomic"
 	"time"
 
-	"golang.org/x/sync/errgroup"
+	"github.com/jackc/pgx/v5"
 
 	"github.com/weir-dev/weir/envoy"
 	"github.com/weir-dev/weir/internal/envoyproc"
 	"github.com/weir-dev/weir/internal/pgtest"
 	"github.com/weir-dev/weir/policy"
 	"github.com/weir-dev/weir/store"
+	"github.com/weir-dev/weir/xds"
 )
 
 type devCommand struct {
 	databaseFlags
 	gatewayFlags
+	nodeFlags
 
-	Policies     []string `arg:"" optional:"" name:"policy" help:"Policy files or folders." default:"${defaultPolicy}"`
+	Policies     []string `arg:"" optional:"" name:"policy" help:"Policy files or folders (${defaultPolicy} by default)." default:"${defaultPolicy}"`
 	GRPCListen   string   `name:"grpc-listen" help:"The rate limit service, over gRPC." default:"127.0.0.1:8081"`
 	HTTPListen   string   `name:"http-listen" help:"Health, metrics and usage, over HTTP." default:"127.0.0.1:8080"`
 	XDSListen    string   `name:"xds-listen" help:"The control plane, over gRPC." default:"127.0.0.1:18000"`
@@ -38,24 +43,38 @@ type devCommand struct {
 // the filter takes seconds, more on a busy machine.
 const warmTimeout = 2 * time.Minute
 
+// fieldFlags are the flags of dev whose names differ from other commands'.
+func (c *devCommand) fieldFlags() fieldFlags {
+	return fieldFlags{"Service": "--grpc-listen", "ADS": "--xds-listen"}
+}
+
 // Run starts everything, says what to try, and stops everything when ctx ends or a part
 // of it fails.
 func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	out := &lockedWriter{w: t.stdout}
-	logger := slog.New(newConsole(out))
+	logger := slog.New(newConsole(out, slog.LevelDebug))
 	binary, err := envoyproc.Find(c.Envoy)
 	if err != nil {
 		return err
 	}
-	set, policies, err := loadPolicies(c.Policies)
+	loaded, err := loadPolicies(c.Policies)
 	if err != nil {
 		return err
 	}
-	logWarnings(ctx, logger, policies)
-	config, err := c.config(policies, c.GRPCListen, c.XDSListen)
+	logWarnings(ctx, logger, loaded.warnings)
+	if _, err := readModule(c.Module); err != nil { // Envoy runs here, so it is here
+		return err
+	}
+	config, err := c.config(loaded.policies, reachable(c.GRPCListen))
 	if err != nil {
 		return err
 	}
+	config.NodeID, config.Admin, config.ADS = "weir-gateway", c.EnvoyAdmin, reachable(c.XDSListen)
+	plane, err := publish(ctx, slog.New(newConsole(out, slog.LevelWarn)), config, c.fieldFlags())
+	if err != nil {
+		return err
+	}
+	defer plane.Close()
 	listeners, err := listenAll(c.bindings())
 	if err != nil {
 		return err
@@ -64,47 +83,37 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	// Envoy opens these two itself; they were only tried.
 	closeAll(listeners[4:])
 
-	if c.DatabaseURL == "" {
-		logger.LogAttrs(ctx, slog.LevelInfo, "starting Postgres")
-	}
-	database, stop, err := c.database(ctx, t.stderr)
+	database, err := c.startDatabase(ctx, logger, t.stderr)
 	if err != nil {
 		return err
 	}
-	defer stop()
-	pool, err := openStore(ctx, database)
+	defer database.stop()
+	pool, err := openStore(ctx, database.databaseFlags)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
-
 	s, err := newServing(servingConfig{
-		pool: pool, schema: c.Schema, policies: set, logger: logger,
+		pool: pool, schema: c.Schema, policies: loaded.set, logger: logger,
 		grpc: listeners[0], http: listeners[1],
 	})
 	if err != nil {
 		return err
 	}
-	plane, err := publish(ctx, slog.New(slog.DiscardHandler), config)
-	if err != nil {
-		return err
-	}
-
-	// The parts run until all of them are told to stop, which is after Envoy has gone.
-	serveCtx, stopServing := context.WithCancel(context.WithoutCancel(ctx))
-	defer stopServing()
-	parts, serveCtx := errgroup.WithContext(serveCtx)
-	parts.Go(func() error { return s.run(serveCtx) })
-	parts.Go(func() error { return serveControlPlane(serveCtx, listeners[2], plane) })
-	parts.Go(func() error { return serveEcho(serveCtx, listeners[3]) })
 
 	logger.LogAttrs(ctx, slog.LevelInfo, "starting Envoy, which compiles the filter first")
-	err = c.runEnvoy(ctx, serveCtx, binary, config, out, func() {
-		c.say(out, policies, database.DatabaseURL)
-	})
-	logger.LogAttrs(ctx, slog.LevelInfo, "stopping")
-	stopServing()
-	return errors.Join(err, parts.Wait())
+	return runBeside(ctx, func(ctx context.Context) error {
+		err := c.runEnvoy(ctx, binary, config, plane, out, func() {
+			c.say(out, loaded.policies, database.shown)
+		})
+		logger.LogAttrs(ctx, slog.LevelInfo, "stopping")
+		return err
+	},
+		s.serve, s.service.Run,
+		serveControlPlane(logger, listeners[2], plane),
+		serveEcho(logger, listeners[3]),
+		database.watch,
+	)
 }
 
 // bindings are all ports that dev takes, those of Envoy last.
@@ -119,83 +128,155 @@ func (c *devCommand) bindings() []binding {
 	}
 }
 
-// database returns a migrated database: that of the flags, or an embedded Postgres, which
-// stop ends.
-func (c *devCommand) database(ctx context.Context, log io.Writer) (f databaseFlags, stop func(), err error) {
-	f, stop = c.databaseFlags, func() {}
-	if f.DatabaseURL == "" {
-		server, err := pgtest.Start(ctx, pgtest.Config{Port: c.PostgresPort, DataDir: c.Data, Log: log})
+// A devDatabase is a migrated database: that of the flags, or an embedded Postgres.
+type devDatabase struct {
+	databaseFlags
+
+	shown  string         // the URL, for people
+	server *pgtest.Server // nil if it is not embedded
+	log    io.Writer
+}
+
+func (c *devCommand) startDatabase(ctx context.Context, logger *slog.Logger, log io.Writer) (*devDatabase, error) {
+	d := &devDatabase{databaseFlags: c.databaseFlags, shown: withoutPassword(c.DatabaseURL), log: log}
+	if d.DatabaseURL == "" {
+		logger.LogAttrs(ctx, slog.LevelInfo, "starting Postgres")
+		var err error
+		d.server, err = pgtest.Start(ctx, pgtest.Config{Port: c.PostgresPort, DataDir: c.Data, Log: log})
 		if err != nil {
-			return f, stop, fmt.Errorf("starting the embedded Postgres: %w (or set DATABASE_URL)", err)
+			return nil, err
 		}
-		stop = func() {
-			if err := server.Stop(); err != nil {
-				fmt.Fprintf(log, "weir: stopping the embedded Postgres: %v\n", err)
-			}
+		// Its password is no secret: it is the same everywhere, and good on this
+		// machine only.
+		d.DatabaseURL, d.DirectURL = d.server.DSN("postgres"), ""
+		d.shown = d.DatabaseURL
+	}
+	if err := store.Migrate(ctx, cmp.Or(d.DirectURL, d.DatabaseURL), d.Schema); err != nil {
+		d.stop()
+		return nil, err
+	}
+	return d, nil
+}
+
+// watch fails when the embedded Postgres ends before ctx does.
+func (d *devDatabase) watch(ctx context.Context) error {
+	if d.server == nil {
+		return nil
+	}
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-d.server.Done():
+		return errors.New("the embedded Postgres has ended")
+	}
+}
+
+func (d *devDatabase) stop() {
+	if d.server == nil {
+		return
+	}
+	if err := d.server.Stop(); err != nil {
+		fmt.Fprintf(d.log, "weir: stopping the embedded Postgres: %v\n", err)
+	}
+}
+
+// withoutPassword returns a connection string, in either of its forms, with no password.
+func withoutPassword(dsn string) string {
+	if u, err := url.Parse(dsn); err == nil && (u.Scheme == "postgres" || u.Scheme == "postgresql") {
+		if u.User != nil {
+			u.User = url.User(u.User.Username())
 		}
-		f.DatabaseURL, f.DirectURL = server.DSN("postgres"), ""
+		query := u.Query()
+		query.Del("password")
+		query.Del("sslpassword")
+		u.RawQuery = query.Encode()
+		return u.String()
 	}
-	if err := store.Migrate(ctx, cmp.Or(f.DirectURL, f.DatabaseURL), f.Schema); err != nil {
-		stop()
-		return f, func() {}, err
+	config, err := pgx.ParseConfig(dsn)
+	if err != nil {
+		return "" // connecting tells what is wrong with it
 	}
-	return f, stop, nil
+	return fmt.Sprintf("host=%s port=%d user=%s dbname=%s", config.Host, config.Port, config.User, config.Database)
 }
 
 // runEnvoy runs Envoy from a bootstrap that names only the control plane, as production
-// does, and calls ready once it answers. It returns when ctx ends, when a part of weir
-// fails (parts ends), or when Envoy does, with Envoy gone.
-func (c *devCommand) runEnvoy(ctx, parts context.Context, binary string, config envoy.Config, out io.Writer, ready func()) (err error) {
+// does, and calls ready once it answers. It returns when ctx ends, or Envoy, or when
+// Envoy refuses what the control plane sends, with Envoy gone.
+func (c *devCommand) runEnvoy(ctx context.Context, binary string, config envoy.Config, plane *xds.Server, out io.Writer, ready func()) (err error) {
 	bootstrap, err := config.ADSBootstrap()
 	if err != nil {
-		return flagErrors(err)
+		return flagErrors(err, c.fieldFlags())
 	}
-	proxy, err := envoyproc.Start(ctx, envoyproc.Config{
-		Binary: binary, Bootstrap: bootstrap, Output: &prefixWriter{w: out, prefix: "envoy: "},
-	})
+	log := &envoyLog{w: out}
+	proxy, err := envoyproc.Start(ctx, envoyproc.Config{Binary: binary, Bootstrap: bootstrap, Output: log})
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, proxy.Stop()) }()
-
-	warmCtx, cancel := context.WithTimeout(ctx, warmTimeout)
-	defer cancel()
-	go func() { // a part that fails ends the wait
-		select {
-		case <-parts.Done():
-			cancel()
-		case <-warmCtx.Done():
-		}
+	defer func() {
+		log.stopping.Store(true)
+		err = errors.Join(err, proxy.Stop())
 	}()
-	if err := warm(warmCtx, proxy, c.Gateway); err != nil {
-		if ctx.Err() != nil || parts.Err() != nil {
-			return nil // asked to stop, or the failed part tells why
+
+	if err := c.warm(ctx, proxy, plane); err != nil {
+		if ctx.Err() != nil {
+			return nil // asked to stop, or the part that failed tells why
 		}
 		return err
 	}
 	ready()
 	select {
 	case <-ctx.Done():
-	case <-parts.Done():
+		return nil
 	case <-proxy.Done():
-		return fmt.Errorf("envoy ended: %w", proxy.Err())
+		return proxy.Err()
 	}
-	return nil
 }
 
 // warm returns when Envoy serves and the filter has let a request pass, or has judged it.
-func warm(ctx context.Context, proxy *envoyproc.Envoy, gateway string) error {
-	if err := proxy.WaitReady(ctx); err != nil {
-		return err
+// It fails when Envoy refuses what the control plane sends.
+func (c *devCommand) warm(ctx context.Context, proxy *envoyproc.Envoy, plane *xds.Server) error {
+	ctx, cancel := context.WithTimeout(ctx, warmTimeout)
+	defer cancel()
+	ctx, refuse := context.WithCancelCause(ctx)
+	defer refuse(nil)
+	go func() {
+		ticker := time.NewTicker(warmInterval)
+		defer ticker.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-ticker.C:
+				if err := refused(plane); err != nil {
+					refuse(fmt.Errorf("%w (its own lines above say why)", err))
+				}
+			}
+		}
+	}()
+	err := proxy.WaitReady(ctx)
+	if err == nil {
+		err = waitFor(ctx, "http://"+reachable(c.Gateway)+"/")
 	}
-	ticker := time.NewTicker(50 * time.Millisecond)
+	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, ctx.Err()) {
+		return cause
+	}
+	return err
+}
+
+// warmInterval is how often is looked whether Envoy answers.
+const warmInterval = 50 * time.Millisecond
+
+// waitFor returns once url answers with anything that is not a failure of the server's.
+func waitFor(ctx context.Context, url string) error {
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // and no proxy
+	ticker := time.NewTicker(warmInterval)
 	defer ticker.Stop()
 	for {
-		req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+gateway+"/", http.NoBody)
+		req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 		if err != nil {
 			return fmt.Errorf("asking the gateway: %w", err)
 		}
-		response, err := http.DefaultClient.Do(req)
+		response, err := client.Do(req)
 		if err == nil {
 			_ = response.Body.Close()
 			if response.StatusCode < http.StatusInternalServerError {
@@ -213,6 +294,7 @@ func warm(ctx context.Context, proxy *envoyproc.Envoy, gateway string) error {
 
 // say tells a person what runs and what to try.
 func (c *devCommand) say(w io.Writer, policies []*policy.Policy, dsn string) {
+	gateway, usage := reachable(c.Gateway), reachable(c.HTTPListen)
 	fmt.Fprintf(w, `
 Weir is running. Envoy guards http://%[1]s with the limits of %[2]s.
 
@@ -222,9 +304,9 @@ Weir is running. Envoy guards http://%[1]s with the limits of %[2]s.
   envoy admin  http://%[4]s
   service      %[5]s (gRPC), control plane %[6]s (xDS)
   database     %[7]s
-`, c.Gateway, policies[0].File, c.HTTPListen, c.EnvoyAdmin, c.GRPCListen, c.XDSListen, dsn)
+`, gateway, policies[0].File, usage, c.EnvoyAdmin, c.GRPCListen, c.XDSListen, dsn)
 	if len(policies) == 1 && policies[0].Domain == "ingest" {
-		fmt.Fprintf(w, demonstration, c.Gateway, c.HTTPListen, dsn, c.Schema)
+		fmt.Fprintf(w, demonstration, gateway, usage, dsn, c.Schema)
 	}
 	fmt.Fprint(w, "\nEach decision is a line below. Ctrl-C stops everything.\n\n")
 }
@@ -237,7 +319,7 @@ Try, in another terminal:
   for i in $(seq 11); do curl -s -o /dev/null -w '%%{http_code}\n' -H 'x-consumer: alice' http://%[1]s/; done
   curl -i -H 'x-consumer: alice' http://%[1]s/
 
-  # 256 KiB at once, then 16 KiB a second: two bodies of 100 KiB pass, the third waits.
+  # 256 KiB at once, then 16 KiB a second: two bodies of 100 KiB pass, the third is a 429.
   head -c 102400 /dev/zero > /tmp/body
   for i in 1 2 3; do curl -s -o /dev/null -w '%%{http_code}\n' -H 'Expect:' -H 'x-node-id: 3f0c2b6e-8d5a-4c1b-9e7f-0a1b2c3d4e5f' --data-binary @/tmp/body http://%[1]s/; done
 
@@ -258,22 +340,27 @@ func (l *lockedWriter) Write(p []byte) (int, error) {
 	return l.w.Write(p)
 }
 
-// A prefixWriter puts a prefix before each line.
-type prefixWriter struct {
-	w      io.Writer
-	prefix string
-	rest   []byte // the beginning of a line that has not ended
+// An envoyLog shows Envoy's log, a line at a time.
+type envoyLog struct {
+	w        io.Writer
+	rest     []byte      // the beginning of a line that has not ended
+	stopping atomic.Bool // only errors are shown: that it stops is expected
 }
 
-func (p *prefixWriter) Write(b []byte) (int, error) {
-	p.rest = append(p.rest, b...)
+var envoyError = regexp.MustCompile(`^\[[^\]]*\]\[\d+\]\[(error|critical)\]`)
+
+func (l *envoyLog) Write(b []byte) (int, error) {
+	l.rest = append(l.rest, b...)
 	for {
-		line, rest, ended := bytes.Cut(p.rest, []byte("\n"))
+		line, rest, ended := bytes.Cut(l.rest, []byte("\n"))
 		if !ended {
 			return len(b), nil
 		}
-		p.rest = append([]byte(nil), rest...)
-		if _, err := fmt.Fprintf(p.w, "%s%s\n", p.prefix, line); err != nil {
+		l.rest = append([]byte(nil), rest...)
+		if l.stopping.Load() && !envoyError.Match(line) {
+			continue
+		}
+		if _, err := fmt.Fprintf(l.w, "envoy: %s\n", line); err != nil {
 			return 0, err
 		}
 	}

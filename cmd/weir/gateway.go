@@ -3,8 +3,12 @@ package main
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
+	"strings"
+
+	bootstrapv3 "github.com/envoyproxy/go-control-plane/envoy/config/bootstrap/v3"
 
 	"github.com/weir-dev/weir/envoy"
 	"github.com/weir-dev/weir/policy"
@@ -12,89 +16,95 @@ import (
 
 // gatewayFlags describe the Envoy that the control plane and the bootstraps configure.
 type gatewayFlags struct {
-	Gateway      string `help:"Where Envoy takes requests." default:"127.0.0.1:10000"`
-	EnvoyAdmin   string `help:"Where Envoy's admin interface listens." default:"127.0.0.1:9901"`
-	Upstream     string `help:"The server that Envoy guards." default:"127.0.0.1:10080"`
-	Module       string `help:"The compiled filter." default:"bin/filter.wasm" type:"path"`
-	InlineModule bool   `help:"Send the module's bytes to Envoy, rather than its path."`
+	Gateway      string `help:"Where Envoy takes requests: an IP address and a port, such as 0.0.0.0:10000 for every address of its machine." default:"127.0.0.1:10000"`
+	Upstream     string `help:"The server that Envoy guards, as Envoy reaches it." default:"127.0.0.1:10080"`
+	Module       string `help:"The compiled filter: a file on Envoy's machine, or with --inline-module on this one." default:"bin/filter.wasm" type:"path"`
+	InlineModule bool   `help:"Read the module here and send its bytes to Envoy, rather than its path."`
 	FilterDomain string `help:"Whose filter: block to use, if several policies have one."`
 }
 
-// config builds the Envoy's configuration. service and ads are the addresses at which
-// the service and the control plane listen.
-func (f gatewayFlags) config(policies []*policy.Policy, service, ads string) (envoy.Config, error) {
+// nodeFlags describe an Envoy's process.
+type nodeFlags struct {
+	EnvoyAdmin string `help:"Where Envoy's admin interface listens." default:"127.0.0.1:9901"`
+}
+
+// config builds the configuration of the Envoy's traffic. service is the address at
+// which Envoy reaches the rate limit service.
+func (f gatewayFlags) config(policies []*policy.Policy, service string) (envoy.Config, error) {
 	filter, err := filterConfig(policies, f.FilterDomain)
 	if err != nil {
 		return envoy.Config{}, err
 	}
 	module := envoy.Module{Path: f.Module}
-	if _, err := os.Stat(f.Module); err != nil {
-		return envoy.Config{}, fmt.Errorf("finding the filter's module: %w (build it with `make filter`, or name it with --module)", err)
-	}
 	if f.InlineModule {
-		if module, err = inline(f.Module); err != nil {
+		data, err := readModule(f.Module)
+		if err != nil {
 			return envoy.Config{}, err
 		}
+		module = envoy.Module{Inline: data}
 	}
 	return envoy.Config{
-		NodeID:       "weir-gateway",
-		Admin:        f.EnvoyAdmin,
 		Gateway:      f.Gateway,
 		Upstream:     f.Upstream,
-		Service:      reachable(service),
-		ADS:          reachable(ads),
+		Service:      service,
 		FilterConfig: filter,
 		Module:       module,
 	}, nil
 }
 
-func inline(path string) (envoy.Module, error) {
+// wasmHeader is how a module of WebAssembly begins: its name and version 1.
+const wasmHeader = "\x00asm\x01\x00\x00\x00"
+
+// readModule reads the compiled filter from this machine, and makes sure that it is one
+// as far as its first bytes tell.
+func readModule(path string) ([]byte, error) {
 	data, err := os.ReadFile(path) //nolint:gosec // the operator names the file
 	if err != nil {
-		return envoy.Module{}, fmt.Errorf("reading the filter's module: %w", err)
+		return nil, fmt.Errorf("--module: %w (build it with `make filter`)", err)
 	}
-	return envoy.Module{Inline: data}, nil
+	if !strings.HasPrefix(string(data[:min(len(data), len(wasmHeader))]), wasmHeader) {
+		return nil, fmt.Errorf("--module: %s is no WebAssembly module of version 1: it begins with %q, not %q",
+			path, data[:min(len(data), len(wasmHeader))], wasmHeader)
+	}
+	return data, nil
 }
 
-// reachable turns an address to listen on into one to connect to: every address of
-// this machine becomes the loopback.
+// reachable turns an address to listen on into one to connect to from this machine:
+// every address becomes the loopback.
 func reachable(listen string) string {
 	host, port, err := net.SplitHostPort(listen)
 	if err != nil {
 		return listen // the builder says what is wrong with it
 	}
-	if ip := net.ParseIP(host); host == "" || ip != nil && ip.IsUnspecified() {
+	if isEveryAddress(host) {
 		host = "127.0.0.1"
 	}
 	return net.JoinHostPort(host, port)
 }
 
+// isEveryAddress reports whether listening on host means all addresses of this machine.
+func isEveryAddress(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "" || ip != nil && ip.IsUnspecified()
+}
+
 type bootstrapCommand struct {
 	gatewayFlags
+	nodeFlags
 
-	Policies []string `arg:"" optional:"" name:"policy" help:"Policy files or folders." default:"${defaultPolicy}"`
-	ADS      bool     `name:"ads" help:"Name only the control plane, which then sends all else."`
-	Service  string   `help:"Where the rate limit service answers." default:"127.0.0.1:8081"`
-	XDS      string   `name:"xds" help:"Where the control plane answers." default:"127.0.0.1:18000"`
+	Policies    []string `arg:"" optional:"" name:"policy" help:"Policy files or folders (${defaultPolicy} by default). Not read with --ads." default:"${defaultPolicy}"`
+	ADS         bool     `name:"ads" help:"Name only the control plane, which then sends all else: of the other flags, only --xds, --envoy-admin, --node-id and --node-cluster are read."`
+	Service     string   `help:"Where Envoy reaches the rate limit service. The default is right for an Envoy beside weir serve." default:"127.0.0.1:8081"`
+	XDS         string   `name:"xds" help:"Where Envoy reaches the control plane. The default is right for an Envoy beside weir serve." default:"127.0.0.1:18000"`
+	NodeID      string   `name:"node-id" help:"Envoy's name in the control plane and in logs." default:"weir-gateway"`
+	NodeCluster string   `help:"The name of the group of Envoys that it belongs to." default:"weir"`
 }
 
 // Run prints the bootstrap.
 func (c *bootstrapCommand) Run(t terminal) error {
-	_, policies, err := loadPolicies(c.Policies)
+	bootstrap, err := c.build()
 	if err != nil {
-		return err
-	}
-	config, err := c.config(policies, c.Service, c.XDS)
-	if err != nil {
-		return err
-	}
-	build := config.Bootstrap
-	if c.ADS {
-		build = config.ADSBootstrap
-	}
-	bootstrap, err := build()
-	if err != nil {
-		return flagErrors(err)
+		return flagErrors(err, fieldFlags{"Service": "--service", "ADS": "--xds"})
 	}
 	text, err := envoy.YAML(bootstrap)
 	if err != nil {
@@ -104,12 +114,34 @@ func (c *bootstrapCommand) Run(t terminal) error {
 	return err
 }
 
-// flagErrors gives the faults of an envoy.Config the names of their flags.
-func flagErrors(err error) error {
-	flags := map[string]string{
-		"Gateway": "--gateway", "Admin": "--envoy-admin", "Upstream": "--upstream",
-		"Service": "--service", "ADS": "--xds", "Module": "--module", "FilterConfig": "filter:",
+func (c *bootstrapCommand) build() (*bootstrapv3.Bootstrap, error) {
+	node := envoy.Config{NodeID: c.NodeID, NodeCluster: c.NodeCluster, Admin: c.EnvoyAdmin, ADS: c.XDS}
+	if c.ADS {
+		return node.ADSBootstrap()
 	}
+	loaded, err := loadPolicies(c.Policies)
+	if err != nil {
+		return nil, err
+	}
+	config, err := c.config(loaded.policies, c.Service)
+	if err != nil {
+		return nil, err
+	}
+	config.NodeID, config.NodeCluster, config.Admin = node.NodeID, node.NodeCluster, node.Admin
+	return config.Bootstrap()
+}
+
+// fieldFlags names the flag that sets a field of an envoy.Config.
+type fieldFlags map[string]string
+
+// flagErrors gives the faults of an envoy.Config the names of their flags. of has those
+// that differ between commands.
+func flagErrors(err error, of fieldFlags) error {
+	flags := fieldFlags{
+		"Gateway": "--gateway", "Admin": "--envoy-admin", "Upstream": "--upstream",
+		"Module": "--module", "FilterConfig": "the filter: block", "NodeID": "--node-id",
+	}
+	maps.Copy(flags, of)
 	var faults []error
 	for _, err := range unjoin(err) {
 		var fault *envoy.FieldError

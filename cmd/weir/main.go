@@ -9,6 +9,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -16,10 +17,14 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"runtime"
+	"runtime/debug"
+	"strings"
 	"syscall"
 
 	"github.com/alecthomas/kong"
 
+	"github.com/weir-dev/weir/internal/envoyproc"
 	"github.com/weir-dev/weir/internal/pgtest"
 )
 
@@ -28,6 +33,7 @@ func main() {
 		return
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // so that a second signal ends the process at once
 	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
 	var usage *usageError
@@ -48,6 +54,8 @@ func (e *usageError) Error() string { return e.err.Error() }
 
 // cli is the command tree.
 type cli struct {
+	Version kong.VersionFlag `help:"Say which weir this is, and the Envoy that it was tested with."`
+
 	Dev       devCommand       `cmd:"" help:"Run everything on this machine: Postgres, the service, an echo upstream and Envoy with the filter."`
 	Serve     serveCommand     `cmd:"" help:"Run the rate limit service and the control plane."`
 	Migrate   migrateCommand   `cmd:"" help:"Bring the database's schema up to date."`
@@ -72,14 +80,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		kong.Exit(func(int) { exited = true }),
 		kong.BindTo(ctx, (*context.Context)(nil)),
 		kong.Bind(terminal{stdout: stdout, stderr: stderr}),
-		kong.Vars{"defaultPolicy": defaultPolicy},
+		kong.Vars{"defaultPolicy": defaultPolicy, "version": version()},
 	)
 	if err != nil {
 		return fmt.Errorf("building the command line: %w", err)
 	}
 	command, err := parser.Parse(args)
 	switch {
-	case exited: // help was asked for, and printed
+	case exited: // help or the version was asked for, and printed
 		return nil
 	case err != nil:
 		return &usageError{err: fmt.Errorf("%w; see weir --help", err)}
@@ -99,4 +107,28 @@ func (f logFlags) logger(w io.Writer) *slog.Logger {
 		return slog.New(slog.NewJSONHandler(w, options))
 	}
 	return slog.New(slog.NewTextHandler(w, options))
+}
+
+// version tells this binary's version, the commit that it was built from, if it knows
+// that, and the Envoy that it was tested with.
+func version() string {
+	var text strings.Builder
+	text.WriteString("weir ")
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		info = &debug.BuildInfo{Main: debug.Module{Version: "(unknown)"}, GoVersion: runtime.Version()}
+	}
+	text.WriteString(cmp.Or(info.Main.Version, "(devel)"))
+	settings := map[string]string{}
+	for _, s := range info.Settings {
+		settings[s.Key] = s.Value
+	}
+	if commit := settings["vcs.revision"]; commit != "" {
+		fmt.Fprintf(&text, ", commit %s of %s", commit, settings["vcs.time"])
+		if settings["vcs.modified"] == "true" {
+			text.WriteString(" with changes")
+		}
+	}
+	fmt.Fprintf(&text, ", %s, tested with Envoy %s", info.GoVersion, envoyproc.Version)
+	return text.String()
 }

@@ -59,7 +59,7 @@ func TestREADMEPolicy(t *testing.T) {
 	if err := os.WriteFile(file, []byte(text.String()), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := loadPolicies([]string{file}); err != nil {
+	if _, err := loadPolicies([]string{file}); err != nil {
 		t.Errorf("README's policy:\n%s\n%v", &text, err)
 	}
 }

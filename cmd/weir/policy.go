@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -31,11 +32,9 @@ type policyCheckCommand struct {
 // Run prints what is wrong, a line a fault, and what is likely not meant. It fails if
 // any file would not load.
 func (c *policyCheckCommand) Run(t terminal) error {
-	set, policies, err := loadPolicies(c.Paths)
-	for _, p := range policies {
-		for _, w := range p.Warnings {
-			fmt.Fprintf(t.stdout, "%v (warning)\n", w)
-		}
+	loaded, err := loadPolicies(c.Paths)
+	for _, w := range loaded.warnings {
+		fmt.Fprintf(t.stdout, "%v (warning)\n", w)
 	}
 	if faults := unjoin(err); len(faults) > 0 {
 		for _, fault := range faults {
@@ -43,7 +42,11 @@ func (c *policyCheckCommand) Run(t terminal) error {
 		}
 		return fmt.Errorf("%s: nothing of this can be loaded", plural(len(faults), "fault", "faults"))
 	}
-	fmt.Fprintf(t.stdout, "%s, nothing wrong\n", plural(len(set.Domains()), "policy", "policies"))
+	verdict := "nothing wrong"
+	if n := len(loaded.warnings); n > 0 {
+		verdict = plural(n, "warning", "warnings")
+	}
+	fmt.Fprintf(t.stdout, "%s, %s\n", plural(len(loaded.policies), "policy", "policies"), verdict)
 	return nil
 }
 
@@ -54,17 +57,24 @@ func plural(n int, one, many string) string {
 	return fmt.Sprintf("%d %s", n, many)
 }
 
+// loadedPolicies is what files and folders of policies hold.
+type loadedPolicies struct {
+	set      *policy.Set // nil if anything is wrong
+	policies []*policy.Policy
+	warnings []*policy.Error // what loads but is likely not meant
+}
+
 // loadPolicies reads the policies of files and folders, and checks the filter's blocks
-// as the filter does. The error joins all faults of all files; the policies that were
-// read are returned with it.
-func loadPolicies(paths []string) (*policy.Set, []*policy.Policy, error) {
+// as the filter does. The error joins all faults of all files, by file and line; what
+// was read is returned with it.
+func loadPolicies(paths []string) (loadedPolicies, error) {
 	files, err := policyFiles(paths)
 	if err != nil {
-		return nil, nil, err
+		return loadedPolicies{}, err
 	}
 	var (
-		policies []*policy.Policy
-		faults   []error
+		loaded loadedPolicies
+		faults []error
 	)
 	for _, file := range files {
 		data, err := os.ReadFile(file) //nolint:gosec // the operator names the files
@@ -74,17 +84,38 @@ func loadPolicies(paths []string) (*policy.Set, []*policy.Policy, error) {
 		}
 		p, err := policy.Parse(file, data)
 		if err != nil {
-			faults = append(faults, err)
+			faults = append(append(faults, unjoin(err)...), filterFaults(file, data)...)
 			continue
 		}
-		policies = append(policies, p)
-		faults = append(faults, checkFilter(p)...)
+		loaded.policies = append(loaded.policies, p)
+		block, errs := checkFilter(p)
+		faults = append(faults, errs...)
+		loaded.warnings = append(loaded.warnings, p.Warnings...)
+		if len(errs) == 0 {
+			loaded.warnings = append(loaded.warnings, unlimited(p, data, block)...)
+		}
 	}
-	set, err := policy.NewSet(policies...)
-	if err = errors.Join(append(faults, err)...); err != nil {
-		return nil, policies, err
+	slices.SortStableFunc(loaded.warnings, byPlace)
+	loaded.set, err = policy.NewSet(loaded.policies...)
+	faults = append(faults, unjoin(err)...)
+	slices.SortStableFunc(faults, func(a, b error) int { return byPlace(place(a), place(b)) })
+	if err := errors.Join(faults...); err != nil {
+		loaded.set = nil
+		return loaded, err
 	}
-	return set, policies, nil
+	return loaded, nil
+}
+
+// place returns a fault's place. What has none comes after what has.
+func place(err error) *policy.Error {
+	if fault, ok := errors.AsType[*policy.Error](err); ok {
+		return fault
+	}
+	return &policy.Error{File: "\xff"}
+}
+
+func byPlace(a, b *policy.Error) int {
+	return cmp.Or(strings.Compare(a.File, b.File), cmp.Compare(a.Line, b.Line), cmp.Compare(a.Column, b.Column))
 }
 
 func policyFiles(paths []string) ([]string, error) {
@@ -117,12 +148,12 @@ func policyFiles(paths []string) ([]string, error) {
 	return slices.Compact(files), nil
 }
 
-// checkFilter gives each fault of a filter's block its place in the policy's file.
-func checkFilter(p *policy.Policy) []error {
+// checkFilter reads a filter's block, and gives each fault its place in the policy's file.
+func checkFilter(p *policy.Policy) (config.Block, []error) {
 	if p.Filter == nil {
-		return nil
+		return config.Block{}, nil
 	}
-	_, err := config.ParseBlock(p.Filter.JSON)
+	block, err := config.ParseBlock(p.Filter.JSON)
 	var faults []error
 	for _, err := range unjoin(err) {
 		if fault, ok := errors.AsType[*config.Error](err); ok {
@@ -131,7 +162,7 @@ func checkFilter(p *policy.Policy) []error {
 			faults = append(faults, p.Filter.Locate("", err.Error()))
 		}
 	}
-	return faults
+	return block, faults
 }
 
 // unjoin returns the errors that errors.Join has joined, at any depth.

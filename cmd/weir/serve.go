@@ -6,19 +6,19 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"syscall"
 	"time"
 
+	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	grpcprometheus "github.com/grpc-ecosystem/go-grpc-middleware/providers/prometheus"
-	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
-	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/reflection"
-	"google.golang.org/grpc/status"
 
 	"github.com/weir-dev/weir/policy"
 	"github.com/weir-dev/weir/ratelimitsvc"
@@ -45,10 +45,12 @@ type serveCommand struct {
 	gatewayFlags
 	logFlags
 
-	Policies   []string `arg:"" name:"policy" help:"Policy files or folders."`
-	GRPCListen string   `name:"grpc-listen" help:"The rate limit service, over gRPC. Empty switches it off." default:":8081"`
-	HTTPListen string   `name:"http-listen" help:"Health, metrics and usage, over HTTP. Empty switches it off." default:":8080"`
-	XDSListen  string   `name:"xds-listen" help:"The control plane, over gRPC. Empty switches it off." default:":18000"`
+	Policies   []string      `arg:"" name:"policy" help:"Policy files or folders."`
+	GRPCListen string        `name:"grpc-listen" help:"The rate limit service, over gRPC. Empty switches it off." default:":8081"`
+	HTTPListen string        `name:"http-listen" help:"Health, metrics and usage, over HTTP. Empty switches it off." default:":8080"`
+	XDSListen  string        `name:"xds-listen" help:"The control plane, over gRPC. Empty switches it off." default:":18000"`
+	Service    string        `help:"Where the Envoys that the control plane configures reach the rate limit service. By default the address of --grpc-listen, if it names one. If it is every address of this machine, the default is the loopback where --xds-listen is too, since all Envoys are then on this machine; else this flag must be given." placeholder:"ADDRESS"`
+	DrainDelay time.Duration `help:"How long to go on serving after the first signal to stop, with health already NOT_SERVING, so that load balancers notice. A second signal ends weir at once." default:"2s"`
 }
 
 // Run serves until ctx ends.
@@ -57,11 +59,20 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 		return err
 	}
 	logger := c.logger(t.stderr)
-	set, policies, err := loadPolicies(c.Policies)
+	hangups := make(chan os.Signal, 1)
+	signal.Notify(hangups, syscall.SIGHUP) // it would end the process
+	defer signal.Stop(hangups)
+
+	loaded, err := loadPolicies(c.Policies)
 	if err != nil {
 		return err
 	}
-	logWarnings(ctx, logger, policies)
+	logWarnings(ctx, logger, loaded.warnings)
+	plane, err := c.controlPlane(ctx, logger, loaded.policies)
+	if err != nil {
+		return err
+	}
+	defer plane.Close()
 
 	listeners, err := listenAll([]binding{
 		{flag: "--grpc-listen", address: c.GRPCListen},
@@ -80,50 +91,106 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 	}
 	defer pool.Close()
 	s, err := newServing(servingConfig{
-		pool: pool, schema: c.Schema, policies: set, logger: logger,
+		pool: pool, schema: c.Schema, policies: loaded.set, logger: logger,
 		grpc: grpcListener, http: httpListener,
 	})
 	if err != nil {
 		return err
 	}
-	group, ctx := errgroup.WithContext(ctx)
-	if xdsListener != nil {
-		plane, err := c.controlPlane(ctx, logger, policies)
-		if err != nil {
-			return err
-		}
-		group.Go(func() error { return serveControlPlane(ctx, xdsListener, plane) })
-	}
-	group.Go(func() error { return s.run(ctx) })
 	logger.LogAttrs(ctx, slog.LevelInfo, "serving",
-		slog.Any("domains", set.Domains()),
+		slog.Any("domains", loaded.set.Domains()),
 		slog.String("grpc", address(grpcListener)),
 		slog.String("http", address(httpListener)),
 		slog.String("xds", address(xdsListener)),
 	)
-	return group.Wait()
+	parts := []part{s.serve, ignoreHangups(logger, hangups)}
+	if xdsListener != nil {
+		parts = append(parts, serveControlPlane(logger, xdsListener, plane))
+	}
+	return runBeside(ctx, func(ctx context.Context) error {
+		err := s.service.Run(ctx) // whose health answers have turned when it returns
+		logger.LogAttrs(ctx, slog.LevelInfo, "stopping: health is NOT_SERVING", slog.Duration("drain_delay", c.DrainDelay))
+		time.Sleep(c.DrainDelay)
+		return err
+	}, parts...)
+}
+
+func (c *serveCommand) validate() error {
+	faults := []error{c.databaseFlags.validate()}
+	if c.GRPCListen == "" && c.HTTPListen == "" && c.XDSListen == "" {
+		faults = append(faults, errors.New("--grpc-listen, --http-listen, --xds-listen: all are empty, so there is nothing to serve"))
+	}
+	if c.DrainDelay < 0 {
+		faults = append(faults, fmt.Errorf("--drain-delay: %v is negative", c.DrainDelay))
+	}
+	if err := errors.Join(faults...); err != nil {
+		return &usageError{err: err}
+	}
+	return nil
+}
+
+// ignoreHangups keeps SIGHUP from ending the process, and says so.
+func ignoreHangups(logger *slog.Logger, hangups <-chan os.Signal) part {
+	return func(ctx context.Context) error {
+		for {
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-hangups:
+				logger.LogAttrs(ctx, slog.LevelWarn, "SIGHUP is ignored: restart weir to read its policies again")
+			}
+		}
+	}
 }
 
 // controlPlane returns the control plane with all that it serves. Policies without a
 // `filter:` block give it nothing to serve, which is no error: the service may be used
 // by Envoy's own filter.
 func (c *serveCommand) controlPlane(ctx context.Context, logger *slog.Logger, policies []*policy.Policy) (*xds.Server, error) {
-	config, err := c.config(policies, c.GRPCListen, c.XDSListen)
-	if errors.Is(err, errNoFilter) {
-		logger.LogAttrs(ctx, slog.LevelWarn, "the control plane has nothing to serve", slog.Any("reason", err))
-		return xds.NewServer(xds.Config{Logger: logger})
+	if c.XDSListen == "" {
+		return xds.NewServer(xds.Config{}), nil
 	}
+	if _, err := filterConfig(policies, c.FilterDomain); errors.Is(err, errNoFilter) {
+		logger.LogAttrs(ctx, slog.LevelWarn, "the control plane has nothing to serve", slog.Any("reason", err))
+		return xds.NewServer(xds.Config{Logger: logger}), nil
+	}
+	service, flag, err := c.serviceAddress()
 	if err != nil {
 		return nil, err
 	}
-	return publish(ctx, logger, config)
+	config, err := c.config(policies, service)
+	if err != nil {
+		return nil, err
+	}
+	return publish(ctx, logger, config, fieldFlags{"Service": flag})
 }
 
-func logWarnings(ctx context.Context, logger *slog.Logger, policies []*policy.Policy) {
-	for _, p := range policies {
-		for _, w := range p.Warnings {
-			logger.LogAttrs(ctx, slog.LevelWarn, "policy", slog.Any("warning", w))
-		}
+// serviceAddress is where Envoys reach the service, and the flag that says so.
+func (c *serveCommand) serviceAddress() (service, flag string, err error) {
+	if c.Service != "" {
+		return c.Service, "--service", nil
+	}
+	if c.GRPCListen == "" {
+		return "", "", &usageError{err: errors.New("--service: is missing: the control plane must tell Envoys where the rate limit service is, which --grpc-listen switches off here")}
+	}
+	host, port, err := net.SplitHostPort(c.GRPCListen)
+	if err == nil && isEveryAddress(host) && !isLoopback(c.XDSListen) {
+		return "", "", &usageError{err: fmt.Errorf("--service: is missing: the control plane must tell Envoys where the rate limit service is, "+
+			"and --grpc-listen %s names no address; 127.0.0.1:%s will do if all Envoys are on this machine", c.GRPCListen, port)}
+	}
+	return reachable(c.GRPCListen), "--grpc-listen", nil
+}
+
+// isLoopback reports whether only this machine can reach an address to listen on.
+func isLoopback(listen string) bool {
+	host, _, err := net.SplitHostPort(listen)
+	ip := net.ParseIP(host)
+	return err == nil && (host == "localhost" || ip != nil && ip.IsLoopback())
+}
+
+func logWarnings(ctx context.Context, logger *slog.Logger, warnings []*policy.Error) {
+	for _, w := range warnings {
+		logger.LogAttrs(ctx, slog.LevelWarn, "policy", slog.Any("warning", w))
 	}
 }
 
@@ -191,7 +258,7 @@ type serving struct {
 	*backing
 
 	service *ratelimitsvc.Service
-	server  *grpc.Server
+	server  *grpcServer
 }
 
 func newServing(config servingConfig) (*serving, error) {
@@ -220,59 +287,36 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
 	}
-	server := newGRPCServer(config.logger, ratelimitsvc.ServerOption(), grpc.ChainUnaryInterceptor(grpcMetrics.UnaryServerInterceptor()))
+	server := newGRPCServer(config.logger, ratelimitsvc.ServerOption(), grpc.ChainUnaryInterceptor(ofDecisions(grpcMetrics.UnaryServerInterceptor())))
 	service.Register(server)
 	reflection.Register(server)
-	grpcMetrics.InitializeMetrics(server)
 	return &serving{servingConfig: config, backing: back, service: service, server: server}, nil
 }
 
-// newGRPCServer returns a server on which a panic of one handler ends one call, and
-// which lets Envoy keep idle connections alive.
-func newGRPCServer(logger *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
-	recovered := recovery.WithRecoveryHandlerContext(func(ctx context.Context, p any) error {
-		logger.LogAttrs(ctx, slog.LevelError, "a handler panicked", slog.Any("panic", p))
-		return status.Error(codes.Unavailable, "internal error")
-	})
-	return grpc.NewServer(append([]grpc.ServerOption{
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
-		grpc.ChainUnaryInterceptor(recovery.UnaryServerInterceptor(recovered)),
-		grpc.ChainStreamInterceptor(recovery.StreamServerInterceptor(recovered)),
-	}, options...)...)
+// ofDecisions leaves all calls out of an interceptor's sight but those of the rate limit
+// protocol.
+func ofDecisions(i grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
+	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+		if info.FullMethod != rlsv3.RateLimitService_ShouldRateLimit_FullMethodName {
+			return handler(ctx, req)
+		}
+		return i(ctx, req, info, handler)
+	}
 }
 
-// run serves until ctx ends: the health answers turn first, then calls in flight end, and
-// then what decides them.
-func (s *serving) run(ctx context.Context) error {
-	batchCtx, stopBatcher := context.WithCancel(context.WithoutCancel(ctx))
-	var batcher errgroup.Group
-	batcher.Go(func() error { return s.batcher.Run(batchCtx) })
-
-	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return s.service.Run(ctx) })
-	group.Go(func() error { return s.watch(ctx) })
+// serve serves until ctx ends: calls in flight end first, and then what decides them.
+func (s *serving) serve(ctx context.Context) error {
+	var servers []part
 	if s.grpc != nil {
-		group.Go(func() error { return serveGRPC(ctx, s.grpc, s.server) })
+		servers = append(servers, s.server.serve(s.grpc))
 	}
 	if s.http != nil {
-		group.Go(func() error { return serveHTTP(ctx, s.http, s.service.Handler()) })
+		servers = append(servers, serveHTTP(s.logger, s.http, &http.Server{
+			Handler:           s.service.Handler(),
+			ReadHeaderTimeout: httpHeaderTimeout,
+			WriteTimeout:      httpWriteTimeout,
+			IdleTimeout:       httpIdleTimeout,
+		}))
 	}
-	err := group.Wait()
-	stopBatcher()
-	return errors.Join(err, batcher.Wait())
-}
-
-// serveGRPC serves until ctx ends, and then lets calls in flight finish.
-func serveGRPC(ctx context.Context, listener net.Listener, server *grpc.Server) error {
-	stopped := make(chan error, 1)
-	go func() { stopped <- server.Serve(listener) }()
-	select {
-	case err := <-stopped:
-		return err
-	case <-ctx.Done():
-	}
-	force := time.AfterFunc(drainTimeout, server.Stop)
-	defer force.Stop()
-	server.GracefulStop()
-	return <-stopped
+	return runBeside(ctx, together(servers...), s.batcher.Run, s.watch)
 }

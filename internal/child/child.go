@@ -10,6 +10,7 @@ package child
 import (
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
 	"runtime"
 	"syscall"
@@ -69,8 +70,9 @@ func (p *Process) Err() error {
 
 // Signal sends sig to the child alone. It is no error when the child has ended.
 func (p *Process) Signal(sig syscall.Signal) error {
-	err := syscall.Kill(p.PID(), sig)
-	if errors.Is(err, syscall.ESRCH) {
+	// The os package knows when the id may be another process's by now.
+	err := p.cmd.Process.Signal(sig)
+	if errors.Is(err, os.ErrProcessDone) {
 		return nil
 	}
 	return err

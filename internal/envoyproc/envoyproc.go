@@ -3,8 +3,8 @@
 //
 // [Find] returns a binary, [Validate] has it judge a bootstrap, and [Start] runs
 // it. An [Envoy] that was started is stopped by [Envoy.Stop] and by nothing else;
-// its files are in a temporary directory that Stop removes. On Linux it can't
-// outlive the process that started it.
+// its files are in a temporary directory that Stop removes, or the next start where
+// this process was killed. On Linux it can't outlive the process that started it.
 //
 // A bootstrap may leave ports to the kernel by saying 0: [Envoy.Admin] and
 // [Envoy.Listener] tell which it took.
@@ -72,9 +72,9 @@ type Config struct {
 // An Envoy is a running Envoy. It is safe for concurrent use.
 type Envoy struct {
 	process   *child.Process
-	dir       string // holds the configuration and the admin address
+	dir       *runDir // holds the configuration and the admin address
 	adminFile string
-	output    *tail
+	output    *child.Tail
 	grace     time.Duration
 	http      *http.Client
 
@@ -94,23 +94,23 @@ func Start(ctx context.Context, config Config) (*Envoy, error) {
 	if config.Grace == 0 {
 		config.Grace = defaultGrace
 	}
-	dir, err := os.MkdirTemp("", "weir-envoy-")
+	dir, err := newRunDir()
 	if err != nil {
 		return nil, fmt.Errorf("starting Envoy: %w", err)
 	}
-	adminFile := filepath.Join(dir, "admin")
-	args, err := arguments(config, dir)
+	adminFile := filepath.Join(dir.path, "admin")
+	args, err := arguments(config, dir.path)
 	if err != nil {
-		return nil, errors.Join(err, os.RemoveAll(dir))
+		return nil, errors.Join(err, dir.remove())
 	}
 	args = append(args, "--admin-address-path", adminFile)
 
-	output := newTail(config.Output)
+	output := child.NewTail(config.Output)
 	cmd := exec.Command(config.Binary, args...) //nolint:gosec,noctx // the caller chooses its Envoy; child stops it
 	cmd.Stdout, cmd.Stderr = output, output
 	process, err := child.Start(cmd)
 	if err != nil {
-		return nil, errors.Join(err, os.RemoveAll(dir))
+		return nil, errors.Join(err, dir.remove())
 	}
 	return &Envoy{
 		process:   process,
@@ -130,13 +130,13 @@ func Start(ctx context.Context, config Config) (*Envoy, error) {
 // start too, so a filter configuration that the filter refuses is an error. The
 // error holds Envoy's own words.
 func Validate(ctx context.Context, binary string, bootstrap *bootstrapv3.Bootstrap) (err error) {
-	dir, err := os.MkdirTemp("", "weir-envoy-")
+	dir, err := newRunDir()
 	if err != nil {
 		return fmt.Errorf("validating an Envoy configuration: %w", err)
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	defer func() { err = errors.Join(err, dir.remove()) }()
 
-	args, err := arguments(Config{Bootstrap: bootstrap}, dir)
+	args, err := arguments(Config{Bootstrap: bootstrap}, dir.path)
 	if err != nil {
 		return err
 	}
@@ -330,7 +330,7 @@ func (e *Envoy) Stop() error {
 	e.stop.Do(func() {
 		err := e.process.Stop(syscall.SIGTERM, e.grace)
 		e.http.CloseIdleConnections()
-		e.stopErr = errors.Join(err, os.RemoveAll(e.dir))
+		e.stopErr = errors.Join(err, e.dir.remove())
 	})
 	return e.stopErr
 }

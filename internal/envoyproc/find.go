@@ -96,7 +96,7 @@ func BinaryVersion(ctx context.Context, binary string) (string, error) {
 // run runs cmd to its end, or kills it when ctx ends, and returns the last of
 // what it wrote. A command that fails is an [exec.ExitError].
 func run(ctx context.Context, cmd *exec.Cmd) (string, error) {
-	out := newTail(nil)
+	out := child.NewTail(nil)
 	cmd.Stdout, cmd.Stderr = out, out
 	process, err := child.Start(cmd)
 	if err != nil {

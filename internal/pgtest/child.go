@@ -32,6 +32,12 @@ const (
 	// operationGrace is how long an order to stop waits for a start in progress.
 	operationGrace = 30 * time.Second
 	pollInterval   = 10 * time.Millisecond
+	// watchInterval is how often the child looks whether the postmaster lives.
+	watchInterval = 100 * time.Millisecond
+	// quitGrace is how long a server that nobody owns may take to end in order.
+	quitGrace = 5 * time.Second
+	// logLines is how much of Postgres's log is told when it ended by itself.
+	logLines = 5
 )
 
 // childConfig is what the child is told on its first line.
@@ -54,14 +60,19 @@ func RunChild() bool {
 	signal.Notify(ended, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP)
 	adoptOrphans()
 
-	finished := make(chan struct{})
+	finished, lost := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(finished)
 		c.serve()
 	}()
+	go func() {
+		defer close(lost)
+		c.watch()
+	}()
 	select {
 	case <-ended:
 	case <-finished:
+	case <-lost:
 	}
 	c.end()
 	return true
@@ -96,6 +107,43 @@ func (c *runner) serve() {
 			return
 		}
 	}
+}
+
+// watch returns when the postmaster has ended without an order.
+func (c *runner) watch() {
+	for !c.lost() {
+		time.Sleep(watchInterval)
+	}
+}
+
+// lost reports whether the postmaster has ended without an order, and says so.
+func (c *runner) lost() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.server == nil || !hasEnded(c.pid) {
+		return false
+	}
+	fmt.Fprintf(os.Stderr, "Postgres ended by itself; the last of its log:\n%s\n", c.log())
+	c.server, c.pid = nil, 0
+	return true
+}
+
+// log is the end of Postgres's log.
+func (c *runner) log() string {
+	files, _ := filepath.Glob(filepath.Join(c.instance, "embedded_postgres_log*")) // the pattern is right
+	var newest string
+	var at time.Time
+	for _, file := range files { // one a start
+		if info, err := os.Stat(file); err == nil && !info.ModTime().Before(at) {
+			newest, at = file, info.ModTime()
+		}
+	}
+	text, err := os.ReadFile(newest) //nolint:gosec // a path of our own
+	if err != nil {
+		return ""
+	}
+	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
+	return strings.Join(lines[max(0, len(lines)-logLines):], "\n")
 }
 
 func (c *runner) obey(req request) reply {
@@ -219,6 +267,9 @@ func (c *runner) launch(binaries string) error {
 	const attempts = 5
 	var err error
 	for range attempts {
+		if err = c.clear(); err != nil {
+			return err
+		}
 		port := c.port
 		if port == 0 {
 			port = c.config.Port
@@ -266,6 +317,39 @@ func (c *runner) launch(binaries string) error {
 	return err
 }
 
+// clear ends what a server that was killed, or whose child was, has left at work in the
+// data folder, and removes its lock file. The folder's own lock says that no other
+// child uses it, while the file names a process id that may be a stranger's, or that of
+// a zombie: Postgres would refuse to start for either.
+func (c *runner) clear() error {
+	start := time.Now()
+	for {
+		left, known := postgresIn(c.data)
+		if !known {
+			return nil // Postgres looks for itself
+		}
+		if len(left) == 0 {
+			break
+		}
+		if time.Since(start) > operationGrace {
+			return fmt.Errorf("processes %v of an earlier Postgres still work in %s", left, c.data)
+		}
+		signal := syscall.SIGQUIT // stop at once; what was committed stays
+		if time.Since(start) > quitGrace {
+			signal = syscall.SIGKILL
+		}
+		for _, pid := range left {
+			_ = syscall.Kill(pid, signal) // it may just have ended
+		}
+		time.Sleep(pollInterval)
+		reapOrphans()
+	}
+	if err := os.Remove(filepath.Join(c.data, "postmaster.pid")); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("removing the lock file of an earlier Postgres: %w", err)
+	}
+	return nil
+}
+
 // parameters keep the server small and all that it makes inside its data folder:
 // no Unix socket, no shared memory that outlives a crash.
 func (c *runner) parameters() map[string]string {
@@ -286,11 +370,25 @@ func (c *runner) halt() error {
 	if c.server == nil {
 		return nil
 	}
-	server := c.server
+	server, pid := c.server, c.pid
 	c.server = nil
+	// A postmaster that is killed meanwhile would look alive to pg_ctl, which would
+	// wait for a minute, until it has been waited for.
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for !hasEnded(pid) {
+			time.Sleep(pollInterval)
+		}
+	}()
 	if err := server.Stop(); err != nil {
-		return errors.Join(fmt.Errorf("stopping Postgres: %w", err), c.kill())
+		select {
+		case <-ended: // what was wanted, if not how
+		default:
+			return errors.Join(fmt.Errorf("stopping Postgres: %w", err), c.kill())
+		}
 	}
+	<-ended
 	reapOrphans()
 	c.pid = 0
 	return nil
@@ -308,13 +406,13 @@ func (c *runner) kill() error {
 		return fmt.Errorf("killing the postmaster: %w", err)
 	}
 	deadline := time.Now().Add(operationGrace)
-	for syscall.Kill(pid, 0) == nil {
+	for !hasEnded(pid) {
 		if time.Now().After(deadline) {
 			return fmt.Errorf("postmaster %d did not end after SIGKILL", pid)
 		}
 		time.Sleep(pollInterval)
-		reapOrphans()
 	}
+	reapOrphans()
 	c.pid = 0
 	return nil
 }

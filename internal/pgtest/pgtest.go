@@ -13,7 +13,6 @@ package pgtest
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -102,7 +101,7 @@ func Start(ctx context.Context, cfg Config) (*Server, error) {
 	}
 	defer stdoutWrite.Close()
 
-	stderr := &tail{log: cfg.Log}
+	stderr := child.NewTail(cfg.Log)
 	cmd := exec.Command(executable()) //nolint:gosec,noctx // this program itself; it outlives ctx
 	cmd.Args[0] = "weir-postgres"
 	cmd.Dir = home
@@ -144,7 +143,8 @@ func (s *Server) DSN(database string) string {
 // restarted.
 func (s *Server) Port() int { return s.port }
 
-// Done is closed when the child that runs the server has ended, asked or not.
+// Done is closed when the child that runs the server has ended, asked or not. It ends
+// by itself soon after a Postgres that was told neither to halt nor to be killed does.
 func (s *Server) Done() <-chan struct{} { return s.process.Done() }
 
 // Halt stops Postgres in order, cutting its clients off, and keeps its data for
@@ -354,33 +354,4 @@ func prepareDataDir(dir string, credential *syscall.Credential) (string, error) 
 		return "", fmt.Errorf("giving the data folder to uid %d: %w", unprivileged, err)
 	}
 	return dir, nil
-}
-
-// tail passes writes on and keeps the last of them for an error's text.
-type tail struct {
-	log io.Writer
-
-	mu   sync.Mutex
-	text []byte
-}
-
-const tailBytes = 8 << 10
-
-func (t *tail) Write(p []byte) (int, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.text = append(t.text, p...)
-	if len(t.text) > tailBytes {
-		t.text = t.text[len(t.text)-tailBytes:]
-	}
-	if t.log != nil {
-		return t.log.Write(p)
-	}
-	return len(p), nil
-}
-
-func (t *tail) String() string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return string(bytes.TrimSpace(t.text))
 }

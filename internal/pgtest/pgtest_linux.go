@@ -2,6 +2,10 @@ package pgtest
 
 import (
 	"errors"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
 	"syscall"
 )
 
@@ -31,4 +35,44 @@ func reapOrphans() {
 			return
 		}
 	}
+}
+
+// hasEnded reports whether a process has ended, and waits for it if it was adopted: one
+// that nobody has waited for looks alive to others.
+func hasEnded(pid int) bool {
+	for {
+		waited, err := syscall.Wait4(pid, nil, syscall.WNOHANG, nil)
+		switch {
+		case errors.Is(err, syscall.EINTR):
+		case err != nil: // none of ours
+			return syscall.Kill(pid, 0) != nil
+		default:
+			return waited == pid
+		}
+	}
+}
+
+// postgresIn returns the processes of Postgres that work in a data folder, which is
+// where each of them lives. Those of other users are not seen. known is true: on other
+// systems nobody can tell.
+func postgresIn(data string) (pids []int, known bool) {
+	folder, err := os.Stat(data)
+	if err != nil {
+		return nil, true // not made yet
+	}
+	dirs, _ := filepath.Glob("/proc/[0-9]*") // the pattern is right
+	for _, dir := range dirs {
+		at, err := os.Stat(filepath.Join(dir, "cwd"))
+		if err != nil || !os.SameFile(folder, at) {
+			continue // gone, a zombie, another user's, or elsewhere
+		}
+		exe, err := os.Readlink(filepath.Join(dir, "exe"))
+		if err != nil || !strings.HasPrefix(filepath.Base(exe), "postgres") {
+			continue // such as a shell
+		}
+		if pid, err := strconv.Atoi(filepath.Base(dir)); err == nil {
+			pids = append(pids, pid)
+		}
+	}
+	return pids, true
 }

@@ -1,6 +1,7 @@
 package pgtest_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -198,9 +199,9 @@ func TestKillAndHaltKeepData(t *testing.T) {
 	}
 }
 
-func TestDataDirPersists(t *testing.T) {
-	t.Parallel()
-
+// dataDir returns a folder for lasting data.
+func dataDir(t *testing.T) string {
+	t.Helper()
 	// Not t.TempDir, whose parents an unprivileged uid may not enter.
 	dir, err := os.MkdirTemp(os.TempDir(), "pgtest-data-*") //nolint:usetesting // see above
 	if err != nil {
@@ -211,6 +212,13 @@ func TestDataDirPersists(t *testing.T) {
 			t.Error(err)
 		}
 	})
+	return dir
+}
+
+func TestDataDirPersists(t *testing.T) {
+	t.Parallel()
+
+	dir := dataDir(t)
 	first := start(t, pgtest.Config{DataDir: dir})
 	if err := query(t.Context(), first.DSN("postgres"), "CREATE TABLE kept AS SELECT 42 AS a"); err != nil {
 		t.Fatal(err)
@@ -224,6 +232,35 @@ func TestDataDirPersists(t *testing.T) {
 	second := start(t, pgtest.Config{DataDir: dir})
 	if got := value(t, second.DSN("postgres"), "SELECT a::text FROM kept"); got != "42" {
 		t.Errorf("kept = %s, want 42", got)
+	}
+}
+
+func kill(t *testing.T, pid int) {
+	t.Helper()
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A Postgres that dies by itself takes its child along, which tells of it.
+func TestDoneWhenPostgresDies(t *testing.T) {
+	t.Parallel()
+
+	var log bytes.Buffer
+	s := start(t, pgtest.Config{Log: &log})
+	pid, data := postmaster(t, s.DSN("postgres"))
+	kill(t, pid)
+	select {
+	case <-s.Done():
+	case <-time.After(time.Minute):
+		t.Fatal("the child has not noticed")
+	}
+	if !strings.Contains(log.String(), "Postgres ended by itself") {
+		t.Errorf("the child said %q", &log)
+	}
+	waitGone(t, "the run's folder", exists(filepath.Dir(data)))
+	if err := s.Restart(t.Context()); err == nil {
+		t.Error("Restart is no error when the child is gone")
 	}
 }
 

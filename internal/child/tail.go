@@ -1,4 +1,4 @@
-package envoyproc
+package child
 
 import (
 	"io"
@@ -6,13 +6,13 @@ import (
 	"sync"
 )
 
-// maxTail is how much of Envoy's output is kept for an error: enough for a filter
-// configuration in a log line, and the lines after it.
+// maxTail is how much of a child's output is kept for an error: enough for a filter
+// configuration in a line of Envoy's log, and the lines after it.
 const maxTail = 16 << 10
 
-// A tail passes what is written to it on and keeps the end of it. It is safe for
-// concurrent use.
-type tail struct {
+// A Tail passes what a child writes on and keeps the last 16 KiB of it, for an error's
+// text. It is safe for concurrent use.
+type Tail struct {
 	next io.Writer // may be nil
 
 	mu   sync.Mutex
@@ -20,11 +20,12 @@ type tail struct {
 	cut  bool // whether some was dropped
 }
 
-func newTail(next io.Writer) *tail { return &tail{next: next} }
+// NewTail returns a Tail that passes on to next, or to nowhere when it is nil.
+func NewTail(next io.Writer) *Tail { return &Tail{next: next} }
 
-// Write never fails: a reader of logs that has gone is no reason for Envoy's
-// output to block or for Envoy to end.
-func (t *tail) Write(p []byte) (int, error) {
+// Write never fails: a reader of logs that has gone is no reason for a child's
+// output to block or for the child to end.
+func (t *Tail) Write(p []byte) (int, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 
@@ -42,7 +43,7 @@ func (t *tail) Write(p []byte) (int, error) {
 }
 
 // String is the end of what was written, without a line that is not whole.
-func (t *tail) String() string {
+func (t *Tail) String() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 

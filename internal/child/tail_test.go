@@ -1,4 +1,4 @@
-package envoyproc
+package child
 
 import (
 	"errors"
@@ -18,7 +18,7 @@ func TestTail(t *testing.T) {
 	t.Parallel()
 
 	next := new(failing)
-	out := newTail(next)
+	out := NewTail(next)
 	line := func(i int) string { return fmt.Sprintf("line %06d", i) }
 	const lines = 10_000
 	for i := range lines {
@@ -37,7 +37,7 @@ func TestTail(t *testing.T) {
 		t.Errorf("a broken writer was written %d times, want 1", next.writes)
 	}
 
-	short := newTail(nil)
+	short := NewTail(nil)
 	_, _ = fmt.Fprintln(short, "one")
 	if got := short.String(); got != "one" {
 		t.Errorf("kept %q, want one", got)
