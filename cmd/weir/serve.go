@@ -215,7 +215,8 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
 	}
-	server := newGRPCServer(config.logger, ratelimitsvc.ServerOption(), grpc.ChainUnaryInterceptor(grpcMetrics.UnaryServerInterceptor()))
+	options := append(ratelimitsvc.ServerOptions(), grpc.ChainUnaryInterceptor(grpcMetrics.UnaryServerInterceptor()))
+	server := newGRPCServer(config.logger, options...)
 	service.Register(server)
 	reflection.Register(server)
 	grpcMetrics.InitializeMetrics(server)
