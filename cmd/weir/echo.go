@@ -22,7 +22,7 @@ func serveEcho(ctx context.Context, listener net.Listener) error {
 		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 		fmt.Fprintf(w, "%s %s reached the upstream with %d bytes of body\n", r.Method, r.URL.Path, n) //nolint:gosec // plain text, said to be so
 	})
-	return serveHTTP(ctx, listener, handler)
+	return serveHTTP(ctx, listener, &http.Server{Handler: handler, ReadHeaderTimeout: httpHeaderTimeout})
 }
 
 const (
@@ -31,8 +31,7 @@ const (
 )
 
 // serveHTTP serves until ctx ends, and then lets requests in flight finish.
-func serveHTTP(ctx context.Context, listener net.Listener, handler http.Handler) error {
-	server := &http.Server{Handler: handler, ReadHeaderTimeout: httpHeaderTimeout}
+func serveHTTP(ctx context.Context, listener net.Listener, server *http.Server) error {
 	stopped := make(chan error, 1)
 	go func() { stopped <- server.Serve(listener) }()
 	select {

@@ -43,6 +43,7 @@ type serveCommand struct {
 	databaseFlags
 	gatewayFlags
 	logFlags
+	accessFlags
 
 	Policies   []string `arg:"" name:"policy" help:"Policy files or folders."`
 	GRPCListen string   `name:"grpc-listen" help:"The rate limit service, over gRPC. Empty switches it off." default:":8081"`
@@ -61,6 +62,10 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 		return err
 	}
 	logWarnings(ctx, logger, policies)
+	clients, certificates, err := c.load(logger)
+	if err != nil {
+		return err
+	}
 
 	listeners, err := listenAll([]binding{
 		{flag: "--grpc-listen", address: c.GRPCListen},
@@ -80,7 +85,7 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 	defer pool.Close()
 	s, err := newServing(servingConfig{
 		pool: pool, schema: c.Schema, policies: set, logger: logger,
-		grpc: grpcListener, http: httpListener,
+		grpc: grpcListener, http: httpListener, clients: clients, certificates: certificates,
 	})
 	if err != nil {
 		return err
@@ -181,6 +186,9 @@ type servingConfig struct {
 	policies   *policy.Set
 	logger     *slog.Logger
 	grpc, http net.Listener // nil switches one off
+
+	clients      *policy.Clients // nil without a file
+	certificates *certificates   // nil without TLS
 }
 
 // serving is the rate limit service with its two servers.
@@ -211,11 +219,15 @@ func newServing(config servingConfig) (*serving, error) {
 		Now:      time.Now,
 		Logger:   config.logger,
 		Registry: registry,
+		Clients:  config.clients,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
 	}
 	options := append(ratelimitsvc.ServerOptions(), grpc.ChainUnaryInterceptor(grpcMetrics.UnaryServerInterceptor()))
+	if config.certificates != nil {
+		options = append(options, config.certificates.grpcOption())
+	}
 	server := newGRPCServer(config.logger, options...)
 	service.Register(server)
 	reflection.Register(server)
@@ -250,7 +262,11 @@ func (s *serving) run(ctx context.Context) error {
 		group.Go(func() error { return serveGRPC(ctx, s.grpc, s.server) })
 	}
 	if s.http != nil {
-		group.Go(func() error { return serveHTTP(ctx, s.http, s.service.Handler()) })
+		listener, server := httpServer(s.http, s.service.Handler(), s.certificates, s.logger)
+		group.Go(func() error { return serveHTTP(ctx, listener, server) })
+	}
+	if s.certificates != nil {
+		group.Go(func() error { return s.certificates.run(ctx) })
 	}
 	err := group.Wait()
 	stopBatcher()
