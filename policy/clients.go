@@ -1,7 +1,6 @@
 package policy
 
 import (
-	"errors"
 	"net/netip"
 	"slices"
 	"strings"
@@ -65,16 +64,14 @@ func ParseClients(file string, data []byte) (*Clients, error) {
 	d := &document{file: file}
 	root := d.parse(data)
 	if root == nil {
-		return nil, errors.Join(d.errs...)
+		return nil, d.faults()
 	}
 	c := d.clients(root)
 	// What is only a warning in a policy (a second document, which is ignored) would
 	// here take rights away unseen.
-	for _, w := range d.warnings {
-		d.errs = append(d.errs, w)
-	}
-	if len(d.errs) > 0 {
-		return nil, errors.Join(d.errs...)
+	d.errs = append(d.errs, d.warnings...)
+	if err := d.faults(); err != nil {
+		return nil, err
 	}
 	return c, nil
 }
