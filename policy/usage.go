@@ -12,7 +12,7 @@ const MaxConsumers = 1000
 // A ConsumersQuery asks the store for a page of a domain's consumers. It only reads.
 type ConsumersQuery struct {
 	Domain string       // the policy's domain; empty for consumers that no policy names
-	Only   CounterID    // this one alone, if it is not zero
+	Only   []CounterID  // these alone, if it is not empty
 	After  CounterID    // the last id of the page before; zero for the first page
 	Limit  int          // at most so many consumers, from 1 to MaxConsumers
 	Units  []quota.Unit // which windows to read; none is allowed

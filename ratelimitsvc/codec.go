@@ -12,13 +12,25 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// ServerOption returns what a gRPC server that carries a [Service] must be made with: a
-// codec that also reads requests whose texts are not UTF-8. Envoy's own filter copies
-// header values into the protocol's strings as they are, and lets a request through
-// when the service answers with an error; so a client could switch its limits off with
-// a byte that is not UTF-8, if the request could not be read.
-func ServerOption() grpc.ServerOption {
-	return grpc.ForceServerCodecV2(codec{encoding.GetCodecV2("proto")})
+// Bounds of what one connection may hold.
+const (
+	maxStreams    = 1000     // requests in flight
+	maxHeaderList = 32 << 10 // bytes of a request's metadata
+)
+
+// ServerOptions returns what a gRPC server that carries a [Service] must be made with.
+// There are bounds on what a connection can make the server hold, and a codec that also
+// reads requests whose texts are not UTF-8. Envoy's own filter copies header values into
+// the protocol's strings as they are, and lets a request through when the service
+// answers with an error; so a client could switch its limits off with a byte that is not
+// UTF-8, if the request could not be read.
+func ServerOptions() []grpc.ServerOption {
+	return []grpc.ServerOption{
+		grpc.ForceServerCodecV2(codec{encoding.GetCodecV2("proto")}),
+		grpc.MaxRecvMsgSize(maxMessage),
+		grpc.MaxConcurrentStreams(maxStreams),
+		grpc.MaxHeaderListSize(maxHeaderList),
+	}
 }
 
 // codec is gRPC's for protobuf, with a second try for what it cannot read.
@@ -89,10 +101,14 @@ const (
 	firstRune = byteRune + 0x80
 )
 
-// escape makes a text that is not UTF-8 valid, without two of them becoming the same:
-// each byte that is no part of a character becomes U+10FF00 plus the byte, and so do the
-// bytes of the characters that this makes. A text that is valid stays as it is, since
-// Weir's filter has escaped what it sends.
+// escape makes a text that is not UTF-8 valid: each byte that is no part of a character
+// becomes U+10FF00 plus the byte, and so do the bytes of the characters that this makes.
+// So no two texts that are not valid become the same.
+//
+// A text that is valid stays as it is, since Weir's filter has escaped what it sends. So
+// one that holds those private characters itself (U+10FFFF) is the same as the bytes that
+// they stand for (\xff): whoever can send the one as a value can send the other, so that
+// nobody gets at a counter that was out of reach.
 func escape(text []byte) []byte {
 	if utf8.Valid(text) {
 		return text

@@ -27,7 +27,7 @@ func dial(t *testing.T, service *ratelimitsvc.Service) *grpc.ClientConn {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server := grpc.NewServer(ratelimitsvc.ServerOption())
+	server := grpc.NewServer(ratelimitsvc.ServerOptions()...)
 	service.Register(server)
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)

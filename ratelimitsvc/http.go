@@ -26,12 +26,13 @@ type UsageReader interface {
 }
 
 // Handler returns the service's HTTP side: GET /healthcheck, /metrics and
-// /quotas/usage.
+// /quotas/usage, and POST /json.
 func (s *Service) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthcheck", s.serveHealth)
 	mux.Handle("GET /metrics", promhttp.HandlerFor(s.config.Registry, promhttp.HandlerOpts{}))
 	mux.HandleFunc("GET /quotas/usage", s.serveUsage)
+	mux.HandleFunc("POST /json", s.serveJSON)
 	return mux
 }
 
@@ -57,6 +58,9 @@ type consumerUsage struct {
 	Domain  string              `json:"domain"`
 	Entries []usageEntry        `json:"entries"`
 	Budgets []quota.BudgetUsage `json:"budgets"`
+	// Cut tells that the entries are too long to be kept whole, so that no policy's
+	// budgets can be put beside this consumer: ask for it by its entries.
+	Cut bool `json:"cut,omitempty"`
 }
 
 type usageEntry struct {
@@ -87,7 +91,7 @@ func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 		if m, ok := p.Match(q.one); ok {
 			one = *m.Consumer()
 		}
-		query.Only, query.After, query.Limit = one.ID, policy.CounterID{}, 1
+		query.Only, query.After, query.Limit = []policy.CounterID{one.ID}, policy.CounterID{}, 1
 	}
 	answer := usagePage{Now: query.Now.Unix(), Consumers: []consumerUsage{}}
 	var page []policy.ConsumerUsage
@@ -101,13 +105,14 @@ func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 		answer.Next = hex.EncodeToString(page[query.Limit-1].ID[:])
 	}
 	if one.Entries != nil && len(page) == 0 { // never charged
-		page = []policy.ConsumerUsage{{Used: make([]int64, len(query.Units))}}
+		page = []policy.ConsumerUsage{{ID: one.ID, Used: make([]int64, len(query.Units))}}
 	}
 	for _, c := range page {
+		entries := unescape(c.Entries)
 		if one.Entries != nil {
-			c.Entries = one.Entries // whole, where the store's are cut for people
+			entries = one.Entries // whole, where the store's are cut for people
 		}
-		if usage, ok := usageOf(p, c, query); ok {
+		if usage, ok := usageOf(p, c, entries, query); ok {
 			answer.Consumers = append(answer.Consumers, usage)
 		}
 	}
@@ -136,21 +141,45 @@ func (s *Service) usageFailed(w http.ResponseWriter, r *http.Request, err error)
 }
 
 // usageOf renders a consumer's use of the quota in force for it; ok is false when the
-// policy no longer has one.
-func usageOf(p *policy.Policy, c policy.ConsumerUsage, query policy.ConsumersQuery) (usage consumerUsage, ok bool) {
-	m, ok := p.Match(c.Entries)
-	if !ok || len(m.Limit.Quota) == 0 {
-		return consumerUsage{}, false
+// policy no longer has one. That the entries match is not enough, for they may have been
+// cut, or the policy may count them elsewhere by now: they must give the consumer's id.
+func usageOf(p *policy.Policy, c policy.ConsumerUsage, entries policy.Descriptor, query policy.ConsumersQuery) (usage consumerUsage, ok bool) {
+	usage = consumerUsage{Domain: p.Domain, Entries: usageEntries(entries), Budgets: []quota.BudgetUsage{}}
+	m, ok := p.Match(entries)
+	if !ok || len(m.Limit.Quota) == 0 || m.Consumer().ID != c.ID {
+		usage.Cut = wasCut(c.Entries)
+		return usage, usage.Cut
 	}
-	used := make([]int64, len(m.Limit.Quota))
-	for i, b := range m.Limit.Quota {
-		used[i] = c.Used[slices.Index(query.Units, b.Unit)]
+	usage.Budgets = quota.Usage(m.Limit.Quota, usedOf(m.Limit.Quota, c, query.Units), query.Now)
+	return usage, true
+}
+
+// unescape undoes what [policy.ConsumerUsage] says of its entries, but for what is cut.
+func unescape(entries []policy.Entry) policy.Descriptor {
+	whole := make(policy.Descriptor, len(entries))
+	for i, e := range entries {
+		whole[i] = policy.Entry{Key: unescapeText(e.Key), Value: unescapeText(e.Value)}
 	}
-	return consumerUsage{
-		Domain:  p.Domain,
-		Entries: usageEntries(c.Entries),
-		Budgets: quota.Usage(m.Limit.Quota, used, query.Now),
-	}, true
+	return whole
+}
+
+func unescapeText(s string) string {
+	if !strings.Contains(s, `\`) {
+		return s
+	}
+	// Quotes alone are not escaped.
+	text, err := strconv.Unquote(`"` + strings.ReplaceAll(s, `"`, `\"`) + `"`)
+	if err != nil {
+		return s
+	}
+	return text
+}
+
+// wasCut reports whether any of the entries may be shorter than what was matched.
+func wasCut(entries []policy.Entry) bool {
+	return slices.ContainsFunc(entries, func(e policy.Entry) bool {
+		return strings.HasSuffix(e.Key, "…") || strings.HasSuffix(e.Value, "…")
+	})
 }
 
 // A usageQuery is a page of consumers, or one.

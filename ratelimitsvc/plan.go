@@ -1,20 +1,21 @@
 package ratelimitsvc
 
 import (
-	"strconv"
-	"strings"
 	"time"
 
 	ratelimitv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	"github.com/weir-dev/weir/policy"
+	"github.com/weir-dev/weir/quota"
 )
 
-// maxDescriptors bounds what one request may ask for. Envoy sends a handful.
-const maxDescriptors = 1000
+// maxDescriptors bounds what one request may ask for. Envoy sends a handful, and what a
+// request asks for is decided in one statement while others wait.
+const maxDescriptors = 64
 
 // A plan is a request of the protocol, matched: what to ask of the store, and which
 // descriptor each answer belongs to.
@@ -25,23 +26,44 @@ type plan struct {
 	descriptors []planned
 	request     policy.Request
 
-	malformed  bool // a budget's key is no UUID
-	allowError bool // every limit that applies has on_error: allow
+	malformed  bool // an enforced budget's key is no UUID
+	allowError bool // every limit that could refuse has on_error: allow
+	refunds    bool // every descriptor gives back
 }
 
-// planned is one descriptor. The indexes point into the plan's request, -1 for none.
+// planned is one descriptor.
 type planned struct {
-	entries   policy.Descriptor
-	limit     *policy.Limit // nil when nothing matches
-	cost      int64
-	budget    int
-	quota     int
+	entries policy.Descriptor
+	matched bool          // the policy has a place for it, or it brought a limit
+	limit   *policy.Limit // nil when nothing applies
+	counter policy.CounterID
+	cost    int64 // negative for a refund
+	debits  []debit
+	shadow  int // index of the request of its own that a limit in shadow is, or -1
+
 	malformed bool
 }
 
+// A debit is one limit of a descriptor: what it is, and where it stands in the request's
+// debits of that kind.
+type debit struct {
+	kind debitKind
+	at   int
+}
+
+type debitKind uint8
+
+// The kinds, in the order in which refusals are shown.
+const (
+	debitBudget debitKind = iota
+	debitLimiter
+	debitRateLimit // among the request's quotas, as are quotas
+	debitQuota
+)
+
 // plan matches a request against the policies. Its errors are gRPC statuses, for
-// faults of the request's structure.
-func (s *Service) plan(req *rlsv3.RateLimitRequest, now time.Time) (*plan, error) {
+// faults of the request's structure and for what its caller may not ask.
+func (s *Service) plan(req *rlsv3.RateLimitRequest, c caller, now time.Time) (*plan, error) {
 	if req.GetDomain() == "" {
 		return nil, status.Error(codes.InvalidArgument, "domain: is empty")
 	}
@@ -52,40 +74,87 @@ func (s *Service) plan(req *rlsv3.RateLimitRequest, now time.Time) (*plan, error
 	if n > maxDescriptors {
 		return nil, status.Errorf(codes.InvalidArgument, "descriptors: %d are more than the %d that one request may have", n, maxDescriptors)
 	}
+	client, err := s.permit(c, req.GetDomain())
+	if err != nil {
+		return nil, err
+	}
 	p := &plan{
 		domain:      req.GetDomain(),
 		descriptors: make([]planned, n),
 		request:     policy.Request{Now: now},
 		allowError:  true,
+		refunds:     true,
 	}
-	domain, known := s.config.Policies.Domain(p.domain)
-	if known {
-		p.known, p.headers = true, domain.Headers
-	}
+	refunds := false
 	for i, d := range req.GetDescriptors() {
-		if err := checkDescriptor(i, d); err != nil {
+		if err := checkDescriptor(i, d, client); err != nil {
 			return nil, err
 		}
-		p.descriptors[i] = planned{
-			entries: entriesOf(d), cost: costOf(req, d), budget: -1, quota: -1,
+		p.descriptors[i] = planned{entries: entriesOf(d), cost: costOf(req, d), shadow: -1}
+		refunds = refunds || d.GetIsNegativeHits()
+		p.refunds = p.refunds && d.GetIsNegativeHits()
+	}
+	var chargedAt time.Time
+	if refunds {
+		if chargedAt, err = chargedAtOf(p.domain, c.receipts); err != nil {
+			return nil, err
 		}
-		if known {
-			p.match(domain, &p.descriptors[i])
-		}
+	}
+	if p.refunds {
+		// There is nothing to admit, and an OK would say that the units are back.
+		p.allowError = false
+	}
+	if domain, known := s.config.Policies.Domain(p.domain); known {
+		p.known, p.headers = true, domain.Headers
+		p.match(domain, req.GetDescriptors(), chargedAt)
 	}
 	return p, nil
 }
 
-func checkDescriptor(i int, d *ratelimitv3.RateLimitDescriptor) error {
-	switch {
-	case len(d.GetEntries()) == 0:
+func checkDescriptor(i int, d *ratelimitv3.RateLimitDescriptor, client policy.Client) error {
+	if len(d.GetEntries()) == 0 {
 		return status.Errorf(codes.InvalidArgument, "descriptors[%d].entries: there are none", i)
-	case d.GetLimit() != nil:
-		return status.Errorf(codes.PermissionDenied, "descriptors[%d].limit: overrides are off", i)
-	case d.GetIsNegativeHits():
-		return status.Errorf(codes.PermissionDenied, "descriptors[%d].is_negative_hits: refunds are off", i)
+	}
+	if d.GetIsNegativeHits() && !client.Refunds {
+		return status.Errorf(codes.PermissionDenied, "descriptors[%d].is_negative_hits: refunds are off for this client", i)
+	}
+	own := d.GetLimit()
+	if own == nil {
+		return nil
+	}
+	if !client.Overrides {
+		return status.Errorf(codes.PermissionDenied, "descriptors[%d].limit: overrides are off for this client", i)
+	}
+	if _, ok := overrideUnits[own.GetUnit()]; !ok {
+		return status.Errorf(codes.InvalidArgument, "descriptors[%d].limit.unit: %s is no unit of a window", i, own.GetUnit())
 	}
 	return nil
+}
+
+// overrideUnits are the units that a descriptor's own limit can have.
+var overrideUnits = map[typev3.RateLimitUnit]quota.Unit{
+	typev3.RateLimitUnit_SECOND: quota.Second,
+	typev3.RateLimitUnit_MINUTE: quota.Minute,
+	typev3.RateLimitUnit_HOUR:   quota.Hour,
+	typev3.RateLimitUnit_DAY:    quota.Day,
+	typev3.RateLimitUnit_MONTH:  quota.Month,
+	typev3.RateLimitUnit_YEAR:   quota.Year,
+}
+
+// chargedAtOf returns the instant that the receipt of a refund names, the zero instant if
+// there is none.
+func chargedAtOf(domain string, receipts []string) (time.Time, error) {
+	switch len(receipts) {
+	case 0:
+		return time.Time{}, nil
+	case 1:
+		at, err := parseReceipt(domain, receipts[0])
+		if err != nil {
+			return time.Time{}, status.Errorf(codes.InvalidArgument, "%s: %q %v", ReceiptKey, truncate(receipts[0], maxText), err)
+		}
+		return at, nil
+	}
+	return time.Time{}, status.Errorf(codes.InvalidArgument, "%s: stands %d times", ReceiptKey, len(receipts))
 }
 
 func entriesOf(d *ratelimitv3.RateLimitDescriptor) policy.Descriptor {
@@ -98,74 +167,104 @@ func entriesOf(d *ratelimitv3.RateLimitDescriptor) policy.Descriptor {
 
 // costOf is the descriptor's own hits_addend, which may be 0, else the request's,
 // where 0 means 1 since the protocol cannot tell it from unset. What is above every
-// possible limit counts as just above.
+// possible limit counts as just above. A refund's cost is negative.
 func costOf(req *rlsv3.RateLimitRequest, d *ratelimitv3.RateLimitDescriptor) int64 {
+	cost := int64(max(1, req.GetHitsAddend()))
 	if own := d.GetHitsAddend(); own != nil {
-		return int64(min(own.GetValue(), policy.MaxUnits+1))
+		cost = int64(min(own.GetValue(), policy.MaxUnits+1))
 	}
-	return int64(max(1, req.GetHitsAddend()))
+	if d.GetIsNegativeHits() {
+		return -cost
+	}
+	return cost
 }
 
-func (p *plan) match(domain *policy.Policy, d *planned) {
-	m, ok := domain.Match(d.entries)
-	if !ok {
-		return
+// match finds what applies to each descriptor, and asks for it.
+func (p *plan) match(domain *policy.Policy, ds []*ratelimitv3.RateLimitDescriptor, chargedAt time.Time) {
+	matches := make([]policy.Match, len(ds))
+	for i, d := range ds {
+		if d.GetLimit() == nil {
+			matches[i], p.descriptors[i].matched = domain.Match(p.descriptors[i].entries)
+		}
 	}
-	d.limit = m.Limit
-	if m.Limit.Budget != nil {
+	policy.Replace(matches)
+	for i := range p.descriptors {
+		d := &p.descriptors[i]
+		request := &p.request
+		if own := ds[i].GetLimit(); own != nil {
+			d.override(p.domain, own)
+		} else {
+			d.limit = matches[i].Limit
+		}
+		if d.limit == nil {
+			continue
+		}
+		if d.limit.Shadow {
+			// One request for the descriptor, so that its limits are taken together
+			// or not at all, as they would be without the shadow, and no other
+			// descriptor in shadow is kept from being charged.
+			request = &policy.Request{Now: p.request.Now}
+		}
+		d.ask(request, matches[i], chargedAt)
+		if !d.limit.Shadow {
+			p.malformed = p.malformed || d.malformed
+			p.allowError = p.allowError && (d.limit.AllowError || len(d.debits) == 0)
+		} else if request.Asks() {
+			d.shadow = len(p.request.Shadows)
+			p.request.Shadows = append(p.request.Shadows, *request)
+		}
+	}
+}
+
+// override gives the descriptor the limit that it brought, whatever the policy says.
+func (d *planned) override(domain string, own *ratelimitv3.RateLimitDescriptor_RateLimitOverride) {
+	unit := overrideUnits[own.GetUnit()]
+	d.matched = true
+	d.limit = &policy.Limit{RateLimit: &quota.Budget{Key: unit.String(), Unit: unit, Limit: int64(own.GetRequestsPerUnit())}}
+	d.counter = policy.OverrideCounter(domain, d.entries)
+}
+
+// ask adds all that the descriptor's limit wants of the store to the request. A limit
+// whose bucket cannot be named asks for nothing.
+func (d *planned) ask(request *policy.Request, m policy.Match, chargedAt time.Time) {
+	l := d.limit
+	if l.Budget != nil {
 		key, err := m.BucketKey()
 		if err != nil {
-			d.malformed, p.malformed = true, true
+			// A refund has nothing to give back to, and is never refused.
+			d.malformed = d.cost >= 0
 			return
 		}
-		d.budget = len(p.request.Budgets)
-		p.request.Budgets = append(p.request.Budgets, policy.BudgetDebit{
-			Scope: m.Limit.Budget.Scope, Key: key, Budget: m.Limit.Budget.Budget, Cost: d.cost,
+		d.debits = append(d.debits, debit{kind: debitBudget, at: len(request.Budgets)})
+		request.Budgets = append(request.Budgets, policy.BudgetDebit{
+			Scope: l.Budget.Scope, Key: key, Budget: l.Budget.Budget, Cost: d.cost,
 		})
 	}
-	if len(m.Limit.Quota) > 0 {
+	if l.Limiter != nil {
+		d.debits = append(d.debits, debit{kind: debitLimiter, at: len(request.Limiters)})
+		request.Limiters = append(request.Limiters, policy.LimiterDebit{
+			Bucket: m.LimiterBucket(), Policy: *l.Limiter, Cost: d.cost,
+		})
+	}
+	if d.cost >= 0 {
+		chargedAt = time.Time{}
+	}
+	if l.RateLimit != nil {
+		counter := d.counter
+		if counter == (policy.CounterID{}) {
+			counter = m.RateLimitCounter()
+		}
+		d.debits = append(d.debits, debit{kind: debitRateLimit, at: len(request.Quotas)})
+		request.Quotas = append(request.Quotas, policy.QuotaDebit{
+			Counter: counter, Budgets: []quota.Budget{*l.RateLimit}, Cost: d.cost, ChargedAt: chargedAt,
+			Optional: l.QuotaMode && !l.Shadow && d.cost >= 0,
+		})
+	}
+	if len(l.Quota) > 0 {
 		consumer := m.Consumer()
-		d.quota = len(p.request.Quotas)
-		p.request.Quotas = append(p.request.Quotas, policy.QuotaDebit{
-			Counter: consumer.ID, Budgets: m.Limit.Quota, Cost: d.cost, Consumer: consumer,
+		d.debits = append(d.debits, debit{kind: debitQuota, at: len(request.Quotas)})
+		request.Quotas = append(request.Quotas, policy.QuotaDebit{
+			Counter: consumer.ID, Budgets: l.Quota, Cost: d.cost, ChargedAt: chargedAt, Consumer: consumer,
 		})
 	}
-	if d.budget >= 0 || d.quota >= 0 {
-		p.allowError = p.allowError && m.Limit.AllowError
-	}
-}
-
-// asks reports whether there is anything to ask of the store.
-func (p *plan) asks() bool { return len(p.request.Budgets)+len(p.request.Quotas) > 0 }
-
-// describe renders the descriptors and their costs for the log. Values come from
-// clients, so each is cut to a length that a line can bear.
-func (p *plan) describe() []string {
-	const maxText = 64
-	texts := make([]string, 0, len(p.descriptors))
-	for _, d := range p.descriptors {
-		var b strings.Builder
-		for i, e := range d.entries {
-			if i > 0 {
-				b.WriteByte('/')
-			}
-			b.WriteString(truncate(e.Key, maxText))
-			b.WriteByte('=')
-			b.WriteString(truncate(e.Value, maxText))
-		}
-		b.WriteString(" cost ")
-		b.WriteString(strconv.FormatInt(d.cost, 10))
-		if d.limit == nil {
-			b.WriteString(" (no limit)")
-		}
-		texts = append(texts, b.String())
-	}
-	return texts
-}
-
-func truncate(s string, most int) string {
-	if len(s) <= most {
-		return s
-	}
-	return strings.ToValidUTF8(s[:most], "") + "…"
 }

@@ -8,6 +8,19 @@
 // renders the answer: a status a descriptor, the headers, and metadata for access
 // logs.
 //
+// # Who may ask what
+//
+// A client is known by the names of its verified certificate, or by its address, and
+// [policy.Clients] say which domains it may ask for. Refunds and limits that a request
+// brings along are off unless they allow them, and are then answered
+// PERMISSION_DENIED with the field's name, never misread.
+//
+// # Refunds
+//
+// An allowed answer carries a receipt, weir.receipt in its dynamic metadata. A refund
+// that brings it back, as gRPC metadata [ReceiptKey], goes into the windows that were
+// charged, however much later it comes; one without goes into the current windows.
+//
 // # Outcomes
 //
 // A request is allowed (OK), refused (OVER_LIMIT with headers) or, when the store
@@ -27,6 +40,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -47,7 +61,18 @@ type Decider interface {
 	Decide(ctx context.Context, req policy.Request) (policy.Verdict, error)
 }
 
-// Config is what a [Service] is made of. All fields are required.
+// A Recorder takes note of what consumers ask for, for their history. It must be safe
+// for concurrent use and wait for nobody.
+type Recorder interface {
+	// Record is called for each decided request that has a quota of the consumer,
+	// once for each of its quotas: whether the request was refused, by whichever limit,
+	// and its cost in units, which was charged unless it was refused, at now. Negative
+	// units are a refund, which is no request.
+	Record(consumer policy.Consumer, refused bool, units int64, now time.Time)
+}
+
+// Config is what a [Service] is made of. All fields are required but those that say
+// otherwise.
 type Config struct {
 	Policies *policy.Set
 	Decider  Decider
@@ -58,6 +83,12 @@ type Config struct {
 	Now      func() time.Time // the clock of every decision
 	Logger   *slog.Logger
 	Registry *prometheus.Registry // where metrics go, and what /metrics shows
+
+	// Clients say who may ask what. Nil lets everybody ask for every domain, without
+	// refunds and overrides.
+	Clients *policy.Clients
+	// History takes note of decisions about quotas. Nil keeps none.
+	History Recorder
 }
 
 func (c Config) validate() error {
@@ -80,8 +111,12 @@ type Service struct {
 
 	config  Config
 	metrics *metrics
+	usage   *usageGauges
 	health  *health.Server
 	healthy atomic.Bool
+
+	undecided, rejected, inert sampler
+	overflowed                 sync.Map // domains whose overflow was told of
 }
 
 // New returns a service. The error names the fields of config that are missing, or a
@@ -90,11 +125,16 @@ func New(config Config) (*Service, error) {
 	if err := config.validate(); err != nil {
 		return nil, err
 	}
-	m, err := newMetrics(config.Registry)
+	named := newNamedConsumers(config.Policies)
+	m, err := newMetrics(config.Registry, named)
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{config: config, metrics: m, health: health.NewServer()}
+	usage := &usageGauges{named: named}
+	if err := config.Registry.Register(usage); err != nil {
+		return nil, err
+	}
+	s := &Service{config: config, metrics: m, usage: usage, health: health.NewServer()}
 	s.setHealthy(false)
 	return s, nil
 }
@@ -113,17 +153,27 @@ const (
 	healthTimeout  = time.Second
 )
 
-// Run keeps the health answers true until ctx ends, asking the store once a second.
-// The service is unhealthy until the first answer, and again after Run returns.
+// Run keeps the health answers and the usage gauges true until ctx ends, asking the store
+// once a second whether it answers and every 15 seconds for the usage. The service is
+// unhealthy until the first answer, and again after Run returns.
 func (s *Service) Run(ctx context.Context) error {
-	ticker := time.NewTicker(healthInterval)
-	defer ticker.Stop()
+	var gauges sync.WaitGroup
+	defer gauges.Wait()
+	gauges.Go(func() { every(ctx, usageInterval, s.refreshUsage) })
 	defer s.setHealthy(false)
+	every(ctx, healthInterval, s.checkHealth)
+	return nil
+}
+
+// every calls f at once and then at each interval, until ctx ends.
+func every(ctx context.Context, interval time.Duration, f func(context.Context)) {
+	ticker := time.NewTicker(interval)
+	defer ticker.Stop()
 	for {
-		s.checkHealth(ctx)
+		f(ctx)
 		select {
 		case <-ctx.Done():
-			return nil
+			return
 		case <-ticker.C:
 		}
 	}
@@ -158,14 +208,21 @@ func (s *Service) setHealthy(healthy bool) {
 
 // ShouldRateLimit implements the rate limit protocol.
 func (s *Service) ShouldRateLimit(ctx context.Context, req *rlsv3.RateLimitRequest) (*rlsv3.RateLimitResponse, error) {
+	return s.respond(ctx, req, grpcCaller(ctx))
+}
+
+// respond answers a request, in whatever protocol it came. Its errors are gRPC statuses.
+func (s *Service) respond(ctx context.Context, req *rlsv3.RateLimitRequest, c caller) (*rlsv3.RateLimitResponse, error) {
 	start := s.config.Now()
-	p, err := s.plan(req, policy.TruncateNow(start))
+	p, err := s.plan(req, c, policy.TruncateNow(start))
 	if err != nil {
+		s.logRejected(ctx, start, req, err)
 		return nil, err
 	}
 	a, err := s.decide(ctx, p)
-	s.metrics.observe(p, a, s.config.Now().Sub(start))
-	s.log(ctx, p, a)
+	now := s.config.Now()
+	s.metrics.observe(p, &a, now.Sub(start))
+	s.log(ctx, now, p, &a)
 	if err != nil {
 		return nil, err
 	}
@@ -177,13 +234,17 @@ func (s *Service) decide(ctx context.Context, p *plan) (answer, error) {
 	if p.malformed {
 		return p.refuseMalformed(), nil
 	}
-	if !p.asks() {
+	if !p.request.Asks() {
 		return p.render(policy.Verdict{Allowed: true}), nil
 	}
 	verdict, err := s.config.Decider.Decide(ctx, p.request)
 	switch {
 	case err == nil:
+		s.observeQuotas(ctx, p, &verdict)
 		return p.render(verdict), nil
+	case errors.Is(ctx.Err(), context.Canceled):
+		// Who asked has gone; that says nothing of the store.
+		return answer{outcome: outcomeCanceled, cause: err}, status.Error(codes.Canceled, "the request was canceled")
 	case p.allowError:
 		return p.allowUndecided(err), nil
 	}
@@ -191,36 +252,30 @@ func (s *Service) decide(ctx context.Context, p *plan) (answer, error) {
 		status.Error(codes.Unavailable, "the rate limit store did not answer")
 }
 
-// log writes a line a decision: what was refused or could not be decided always, what
-// was allowed only for those who debug.
-func (s *Service) log(ctx context.Context, p *plan, a answer) {
-	level := slog.LevelDebug
-	switch {
-	case a.cause != nil:
-		level = slog.LevelWarn
-	case a.outcome == outcomeRefused:
-		level = slog.LevelInfo
+// observeQuotas tells the history, the metrics and the log what became of a request's
+// quotas. Those in shadow are no part of it.
+func (s *Service) observeQuotas(ctx context.Context, p *plan, v *policy.Verdict) {
+	now := p.request.Now
+	for i := range p.request.Quotas {
+		debit, state := &p.request.Quotas[i], &v.Quotas[i]
+		if debit.Consumer == nil {
+			continue
+		}
+		if state.Unknown {
+			s.metrics.inert.WithLabelValues(p.domain).Inc()
+			s.logInert(ctx, now, debit.Consumer)
+			continue
+		}
+		if state.Overflow {
+			s.metrics.overflow.WithLabelValues(p.domain).Inc()
+			s.logOverflow(ctx, debit.Consumer)
+		}
+		if state.Denied >= 0 {
+			s.metrics.denied(debit.Consumer, debit.Budgets[state.Denied].Key)
+		}
+		if s.config.History == nil || debit.Cost < 0 && !v.Allowed {
+			continue
+		}
+		s.config.History.Record(*debit.Consumer, !v.Allowed, debit.Cost, now)
 	}
-	if !s.config.Logger.Enabled(ctx, level) {
-		return
-	}
-	attrs := []slog.Attr{
-		slog.String("outcome", string(a.outcome)),
-		slog.Bool("rate_limited", a.outcome == outcomeRefused),
-		slog.String("domain", p.domain),
-		slog.Any("descriptors", p.describe()),
-	}
-	if a.reason != "" {
-		attrs = append(attrs, slog.String("reason", a.reason))
-	}
-	if r := a.shown; r != nil {
-		attrs = append(attrs, slog.String("limit", r.name), slog.Int64("size", r.size), slog.Int64("remaining", r.remaining))
-	}
-	if a.retryAfter > 0 {
-		attrs = append(attrs, slog.Int64("retry_after_s", a.retryAfter))
-	}
-	if a.cause != nil {
-		attrs = append(attrs, slog.Any("err", a.cause))
-	}
-	s.config.Logger.LogAttrs(ctx, level, "decision", attrs...)
 }

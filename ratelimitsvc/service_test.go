@@ -5,10 +5,12 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -66,7 +68,7 @@ func (s *store) Decide(_ context.Context, req policy.Request) (policy.Verdict, e
 func (s *store) Consumers(_ context.Context, q policy.ConsumersQuery) ([]policy.ConsumerUsage, error) {
 	var page []policy.ConsumerUsage
 	for _, c := range s.known {
-		if q.Only == (policy.CounterID{}) || q.Only == c.ID {
+		if len(q.Only) == 0 || slices.Contains(q.Only, c.ID) {
 			page = append(page, c)
 		}
 	}
@@ -75,7 +77,7 @@ func (s *store) Consumers(_ context.Context, q policy.ConsumersQuery) ([]policy.
 
 func (s *store) Ping(context.Context) error { return s.err }
 
-func newService(t *testing.T, s *store, text string) *ratelimitsvc.Service {
+func newService(t *testing.T, s *store, text string, changes ...func(*ratelimitsvc.Config)) *ratelimitsvc.Service {
 	t.Helper()
 	p, err := policy.Parse("test.yaml", []byte(text))
 	if err != nil {
@@ -85,12 +87,16 @@ func newService(t *testing.T, s *store, text string) *ratelimitsvc.Service {
 	if err != nil {
 		t.Fatal(err)
 	}
-	service, err := ratelimitsvc.New(ratelimitsvc.Config{
+	config := ratelimitsvc.Config{
 		Policies: set, Decider: s, Usage: s, Ping: s.Ping,
 		Now:      func() time.Time { return noon },
 		Logger:   slog.New(slog.DiscardHandler),
 		Registry: prometheus.NewRegistry(),
-	})
+	}
+	for _, change := range changes {
+		change(&config)
+	}
+	service, err := ratelimitsvc.New(config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -143,7 +149,7 @@ func TestRender(t *testing.T) {
 			descriptors: []string{"node=" + nodeID},
 			cost:        40,
 			verdict:     policy.Verdict{Allowed: true, Budgets: []policy.BudgetState{bucket(true, 60)}},
-			want:        want{overall: ok, statuses: "OK 60 4s", metadata: "outcome=allowed limit=node remaining=60"},
+			want:        want{overall: ok, statuses: "OK 60 4s", metadata: "outcome=allowed rule=node remaining=60"},
 		},
 		{
 			name:        "allowed with headers of the limit with the least left",
@@ -157,7 +163,7 @@ func TestRender(t *testing.T) {
 			want: want{
 				overall: ok, statuses: "OK 99 100ms, OK 40 12h0m0s",
 				headers:  "x-ratelimit-limit=100 x-ratelimit-remaining=40 x-ratelimit-reset=1796083200",
-				metadata: "outcome=allowed limit=consumer remaining=40",
+				metadata: "outcome=allowed rule=consumer remaining=40",
 			},
 		},
 		{
@@ -168,7 +174,7 @@ func TestRender(t *testing.T) {
 			want: want{
 				overall: over, statuses: "OVER_LIMIT 60 4s",
 				headers:  "retry-after=2 x-ratelimit-limit=100 x-ratelimit-remaining=60 x-ratelimit-reset=1796040004",
-				metadata: "outcome=refused reason=exhausted limit=node remaining=60",
+				metadata: "outcome=refused reason=exhausted rule=node remaining=60",
 			},
 		},
 		{
@@ -180,7 +186,7 @@ func TestRender(t *testing.T) {
 			want: want{
 				overall: over, statuses: "OVER_LIMIT 60 3.95s",
 				headers:  "retry-after=2 x-ratelimit-limit=100 x-ratelimit-remaining=60 x-ratelimit-reset=4",
-				metadata: "outcome=refused reason=exhausted limit=node remaining=60",
+				metadata: "outcome=refused reason=exhausted rule=node remaining=60",
 			},
 		},
 		{
@@ -191,7 +197,7 @@ func TestRender(t *testing.T) {
 			want: want{
 				overall: over, statuses: "OVER_LIMIT 100 0s, OVER_LIMIT 200 8s",
 				headers:  "x-ratelimit-limit=100 x-ratelimit-remaining=100 x-ratelimit-reset=1796040000",
-				metadata: "outcome=refused reason=over_ceiling limit=node remaining=100",
+				metadata: "outcome=refused reason=over_ceiling rule=node remaining=100",
 			},
 		},
 		{
@@ -204,7 +210,7 @@ func TestRender(t *testing.T) {
 			want: want{
 				overall: over, statuses: "OK 56 4.4s, OVER_LIMIT 0 12h0m0s",
 				headers:  "retry-after=43200 x-ratelimit-limit=10 x-ratelimit-remaining=0 x-ratelimit-reset=1796083200",
-				metadata: "outcome=refused reason=exhausted limit=consumer remaining=0",
+				metadata: "outcome=refused reason=exhausted rule=consumer remaining=0",
 			},
 		},
 		{
@@ -217,7 +223,7 @@ func TestRender(t *testing.T) {
 			want: want{
 				overall: over, statuses: "OVER_LIMIT 0 12h0m0s, OVER_LIMIT 0 9.95s",
 				headers:  "retry-after=43200 x-ratelimit-limit=100 x-ratelimit-remaining=0 x-ratelimit-reset=1796040010",
-				metadata: "outcome=refused reason=exhausted limit=node remaining=0",
+				metadata: "outcome=refused reason=exhausted rule=node remaining=0",
 			},
 		},
 		{
@@ -228,7 +234,7 @@ func TestRender(t *testing.T) {
 			want: want{
 				overall: ok, statuses: "OK 4294967295 12h0m0s",
 				headers:  "x-ratelimit-limit=1000000000000 x-ratelimit-remaining=999999999999 x-ratelimit-reset=1796083200",
-				metadata: "outcome=allowed limit=huge remaining=999999999999",
+				metadata: "outcome=allowed rule=huge remaining=999999999999",
 			},
 		},
 		{
@@ -293,10 +299,13 @@ func describeHeaders(response *rlsv3.RateLimitResponse) string {
 func describeMetadata(response *rlsv3.RateLimitResponse) string {
 	fields := response.GetDynamicMetadata().GetFields()["weir"].GetStructValue().AsMap()
 	var texts []string
-	for _, key := range []string{"outcome", "reason", "limit", "remaining"} {
+	for _, key := range []string{"outcome", "reason", "rule", "remaining"} {
 		if v, ok := fields[key]; ok {
 			texts = append(texts, key+"="+strings.Trim(jsonText(v), `"`))
 		}
+	}
+	if v, ok := fields["shadow_denied"]; ok {
+		texts = append(texts, fmt.Sprintf("shadow_denied=%v", v))
 	}
 	return strings.Join(texts, " ")
 }

@@ -117,7 +117,7 @@ SELECT c.id, c.domain, c.entries::text, c.enrolled_at, ARRAY(
         ON q.counter = c.id AND q.unit = w.unit AND q.window_start = w.window_start
     ORDER BY w.i)
 FROM plexsphere.consumers AS c
-WHERE c.domain = $1 AND c.id > $2 AND ($6::bytea IS NULL OR c.id = $6)
+WHERE c.domain = $1 AND c.id > $2 AND ($6::bytea[] IS NULL OR c.id = ANY ($6))
 ORDER BY c.id
 LIMIT $3`
 
@@ -131,9 +131,9 @@ func (s *Store) Consumers(ctx context.Context, q policy.ConsumersQuery) ([]polic
 	if err != nil {
 		return nil, fmt.Errorf("listing consumers: %w", err)
 	}
-	var only []byte // NULL: all
-	if q.Only != (policy.CounterID{}) {
-		only = q.Only[:]
+	var only [][]byte // NULL: all
+	for i := range q.Only {
+		only = append(only, q.Only[i][:])
 	}
 	rows, err := s.db.Query(ctx, s.queries.consumers, readable(q.Domain), q.After[:], q.Limit, names, starts, only)
 	if err != nil {

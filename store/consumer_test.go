@@ -139,7 +139,7 @@ func TestConsumersInPages(t *testing.T) {
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("ids over all pages (-want +got):\n%s", diff)
 	}
-	only := policy.ConsumersQuery{Domain: "test", Only: want[7], Limit: 10, Units: []quota.Unit{quota.Day}, Now: noon}
+	only := policy.ConsumersQuery{Domain: "test", Only: []policy.CounterID{want[7]}, Limit: 10, Units: []quota.Unit{quota.Day}, Now: noon}
 	if page, err := s.Consumers(t.Context(), only); err != nil || len(page) != 1 || page[0].ID != want[7] || page[0].Used[0] != 1 {
 		t.Errorf("one alone: %+v, %v", page, err)
 	}

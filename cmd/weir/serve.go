@@ -287,7 +287,9 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
 	}
-	server := newGRPCServer(config.logger, ratelimitsvc.ServerOption(), grpc.ChainUnaryInterceptor(ofDecisions(grpcMetrics.UnaryServerInterceptor())))
+	options := append(ratelimitsvc.ServerOptions(),
+		grpc.ChainUnaryInterceptor(ofDecisions(grpcMetrics.UnaryServerInterceptor())))
+	server := newGRPCServer(config.logger, options...)
 	service.Register(server)
 	reflection.Register(server)
 	return &serving{servingConfig: config, backing: back, service: service, server: server}, nil

@@ -1,0 +1,76 @@
+package ratelimitsvc
+
+import (
+	"context"
+	"crypto/tls"
+	"net"
+	"net/http"
+	"net/netip"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+
+	"github.com/weir-dev/weir/policy"
+)
+
+// A caller is who asks, and what it brought beside the request.
+type caller struct {
+	sans     []string   // the names in its verified certificate
+	address  netip.Addr // invalid if it has none
+	receipts []string
+}
+
+func grpcCaller(ctx context.Context) caller {
+	var c caller
+	if p, ok := peer.FromContext(ctx); ok {
+		if info, ok := p.AuthInfo.(credentials.TLSInfo); ok {
+			c.sans = verifiedNames(&info.State)
+		}
+		if address, ok := p.Addr.(*net.TCPAddr); ok {
+			c.address = address.AddrPort().Addr()
+		}
+	}
+	c.receipts = metadata.ValueFromIncomingContext(ctx, ReceiptKey)
+	return c
+}
+
+func httpCaller(r *http.Request) caller {
+	c := caller{receipts: r.Header.Values(ReceiptKey)}
+	if r.TLS != nil {
+		c.sans = verifiedNames(r.TLS)
+	}
+	if address, err := netip.ParseAddrPort(r.RemoteAddr); err == nil {
+		c.address = address.Addr()
+	}
+	return c
+}
+
+// verifiedNames returns the URIs and DNS names of a certificate that an authority of
+// ours has signed; one that is only shown says nothing.
+func verifiedNames(state *tls.ConnectionState) []string {
+	if len(state.VerifiedChains) == 0 {
+		return nil
+	}
+	leaf := state.VerifiedChains[0][0]
+	names := make([]string, 0, len(leaf.URIs)+len(leaf.DNSNames))
+	for _, uri := range leaf.URIs {
+		names = append(names, uri.String())
+	}
+	return append(names, leaf.DNSNames...)
+}
+
+// permit returns what a caller may ask; the error is PERMISSION_DENIED if that is nothing,
+// or not this domain.
+func (s *Service) permit(c caller, domain string) (policy.Client, error) {
+	client, ok := s.config.Clients.Find(c.sans, c.address)
+	if !ok {
+		return client, status.Errorf(codes.PermissionDenied, "client: nothing is allowed to %q at %s", c.sans, c.address)
+	}
+	if !client.MayAsk(domain) {
+		return client, status.Errorf(codes.PermissionDenied, "domain: %q is not one that this client may ask for", truncate(domain, maxText))
+	}
+	return client, nil
+}
