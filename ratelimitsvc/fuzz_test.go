@@ -1,0 +1,214 @@
+package ratelimitsvc_test
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/weir-dev/weir/policy"
+	"github.com/weir-dev/weir/quota"
+	"github.com/weir-dev/weir/ratelimitsvc"
+)
+
+// chance is a Decider whose verdicts have the right shape and are otherwise anything that
+// a store could say.
+type chance struct {
+	store
+	seed uint64
+}
+
+func (c *chance) next(n int64) int64 {
+	c.seed = c.seed*6364136223846793005 + 1442695040888963407
+	return int64(c.seed>>33) % n
+}
+
+func (c *chance) Decide(_ context.Context, req policy.Request) (policy.Verdict, error) {
+	switch c.next(16) {
+	case 0:
+		return policy.Verdict{}, errors.New("down")
+	case 1:
+		return policy.Verdict{}, context.DeadlineExceeded
+	}
+	return c.verdict(&req), nil
+}
+
+func (c *chance) verdict(req *policy.Request) policy.Verdict {
+	v := policy.Verdict{Allowed: true}
+	at := func() time.Time { return req.Now.Add(time.Duration(c.next(1e12) - 5e11)) }
+	for _, d := range req.Budgets {
+		covered := d.Cost <= 0 || c.next(2) == 0
+		v.Allowed = v.Allowed && covered
+		v.Budgets = append(v.Budgets, policy.BudgetState{
+			Covered: covered, Tokens: d.Budget.Burst * float64(c.next(1000)) / 999, RefilledAt: at(),
+		})
+	}
+	for _, d := range req.Limiters {
+		covered := d.Cost <= 0 || c.next(2) == 0
+		v.Allowed = v.Allowed && covered
+		v.Limiters = append(v.Limiters, policy.LimiterState{
+			Covered: covered, Level: d.Policy.Capacity() / 999 * c.next(1000), RefilledAt: at(),
+		})
+	}
+	optionals, refusing := 0, 0
+	for _, d := range req.Quotas {
+		s := policy.QuotaState{Reservation: quota.Reservation{Denied: -1, Used: make([]int64, len(d.Budgets))}}
+		for i := range s.Used {
+			s.Used[i] = c.next(policy.MaxUnits)
+		}
+		if d.Cost > 0 && c.next(2) == 0 {
+			s.Denied = int(c.next(int64(len(d.Budgets))))
+		}
+		if d.Optional {
+			optionals++
+			if s.Denied >= 0 {
+				refusing++
+			}
+		} else {
+			v.Allowed = v.Allowed && s.Denied < 0
+		}
+		if d.Consumer != nil && s.Denied < 0 {
+			s.Unknown, s.Overflow = c.next(8) == 0, c.next(8) == 0
+		}
+		v.Quotas = append(v.Quotas, s)
+	}
+	v.Allowed = v.Allowed && (optionals == 0 || refusing < optionals)
+	for i := range req.Shadows {
+		v.Shadows = append(v.Shadows, c.verdict(&req.Shadows[i]))
+	}
+	return v
+}
+
+func fuzzed(t *testing.T, seed uint64) *ratelimitsvc.Service {
+	t.Helper()
+	c := &chance{seed: seed}
+	style := []string{"epoch", "delta", "ietf"}[seed%3]
+	return newService(t, &c.store, "headers: {on_allowed: true, style: "+style+"}"+kindsPolicy,
+		allowed(policy.Client{Refunds: true, Overrides: true}),
+		func(config *ratelimitsvc.Config) { config.Decider = c })
+}
+
+// checkAnswer holds what is true of every answer, whatever was asked.
+func checkAnswer(t *testing.T, req *rlsv3.RateLimitRequest, response *rlsv3.RateLimitResponse, err error) {
+	t.Helper()
+	if err != nil {
+		switch code := status.Code(err); code {
+		case codes.InvalidArgument, codes.PermissionDenied, codes.Unavailable:
+		default:
+			t.Errorf("error %v", err)
+		}
+		if len(err.Error()) > 1024 {
+			t.Errorf("an error of %d bytes", len(err.Error()))
+		}
+		return
+	}
+	if len(response.GetStatuses()) != len(req.GetDescriptors()) {
+		t.Errorf("%d statuses for %d descriptors", len(response.GetStatuses()), len(req.GetDescriptors()))
+	}
+	if n := proto.Size(response); n > 64<<10 {
+		t.Errorf("an answer of %d bytes", n)
+	}
+	refused := response.GetOverallCode() == rlsv3.RateLimitResponse_OVER_LIMIT
+	over := false
+	for _, s := range response.GetStatuses() {
+		over = over || s.GetCode() == rlsv3.RateLimitResponse_OVER_LIMIT
+		if d := s.GetDurationUntilReset(); d != nil && d.AsDuration() < 0 {
+			t.Errorf("a reset in %v", d.AsDuration())
+		}
+	}
+	if refused && !over {
+		t.Errorf("refused by nothing: %v", response)
+	}
+	for _, h := range response.GetResponseHeadersToAdd() {
+		if h.GetKey() == "retry-after" && (!refused || strings.HasPrefix(h.GetValue(), "-") || h.GetValue() == "0") {
+			t.Errorf("retry-after: %s, refused %t", h.GetValue(), refused)
+		}
+	}
+}
+
+// Any bytes, in the codec and then in the service: an answer or an error, and neither a
+// panic nor an answer without bounds.
+func FuzzMessage(f *testing.F) {
+	add := func(req *rlsv3.RateLimitRequest) {
+		message, err := proto.Marshal(req)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(message, uint64(len(message)))
+	}
+	add(request(1, "node="+nodeID, "caller=a", "path=/", "all="+nodeID))
+	add(request(1<<31, "consumer=a", "consumer=a", "soft=1", "softer=1", "staff=1", "tried=x", "secret=1", "tagged=2"))
+	back := request(7, "consumer=a", "node="+nodeID)
+	refund(back.GetDescriptors())
+	add(back)
+	own := request(7, "consumer=a", "node="+nodeID)
+	override(own.GetDescriptors()[0], 5, typev3.RateLimitUnit_MONTH)
+	override(own.GetDescriptors()[1], 5, 99)
+	add(own)
+	f.Add([]byte("\x0a\x04test\x12\x0d\x0a\x0b\x0a\x06caller\x12\x01\xff"), uint64(3))
+	f.Fuzz(func(t *testing.T, message []byte, seed uint64) {
+		req := &rlsv3.RateLimitRequest{}
+		if err := ratelimitsvc.Codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(message)}, req); err != nil {
+			return
+		}
+		response, err := fuzzed(t, seed).ShouldRateLimit(fromLoopback(t), req)
+		checkAnswer(t, req, response, err)
+	})
+}
+
+// Any body gets one of the statuses that there are.
+func FuzzJSON(f *testing.F) {
+	f.Add(`{"domain": "test", "descriptors": [{"entries": [{"key": "path", "value": "/"}], "hitsAddend": "5"}]}`, uint64(1))
+	f.Add(`{"domain": "test", "descriptors": [{"entries": [{"key": "node", "value": "`+nodeID+`"}], "isNegativeHits": true}], "hitsAddend": 3}`, uint64(2))
+	f.Add(`{"domain": "test", "descriptors": [{"entries": [{"key": "a"}], "limit": {"unit": 99}}, null]}`, uint64(0))
+	f.Add(`[[[[`, uint64(5))
+	f.Fuzz(func(t *testing.T, body string, seed uint64) {
+		r := httptest.NewRequest(http.MethodPost, "/json", strings.NewReader(body))
+		r.RemoteAddr = "127.0.0.1:4711"
+		recorder := httptest.NewRecorder()
+		fuzzed(t, seed).Handler().ServeHTTP(recorder, r)
+		switch recorder.Code {
+		case http.StatusOK, http.StatusTooManyRequests, http.StatusBadRequest, http.StatusForbidden, http.StatusInternalServerError:
+		default:
+			t.Errorf("POST /json = %d %.200s", recorder.Code, recorder.Body)
+		}
+		if recorder.Body.Len() > 256<<10 {
+			t.Errorf("an answer of %d bytes", recorder.Body.Len())
+		}
+	})
+}
+
+// Each receipt names its instant, to the microsecond; any other text names none, unless it
+// is one, letter for letter.
+func FuzzReceipt(f *testing.F) {
+	for _, at := range []time.Time{noon, ratelimitsvc.MinReceipt(), ratelimitsvc.MaxReceipt()} {
+		f.Add("test", ratelimitsvc.NewReceipt("test", at))
+	}
+	f.Add("", "")
+	f.Add("\xff", strings.Repeat("A", 18))
+	f.Fuzz(func(t *testing.T, domain, text string) {
+		if at, err := ratelimitsvc.ParseReceipt(domain, text); err == nil {
+			if again := ratelimitsvc.NewReceipt(domain, at); again != text {
+				t.Errorf("%q and %q are both %v", text, again, at)
+			}
+		}
+		var b [8]byte
+		copy(b[:], text)
+		at := time.UnixMicro(int64(binary.LittleEndian.Uint64(b[:]) % uint64(ratelimitsvc.MaxReceipt().UnixMicro())))
+		got, err := ratelimitsvc.ParseReceipt(domain, ratelimitsvc.NewReceipt(domain, at))
+		if err != nil || !got.Equal(at) {
+			t.Errorf("the receipt of %v gives %v, %v", at, got, err)
+		}
+	})
+}
