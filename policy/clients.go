@@ -54,6 +54,11 @@ func (c *Clients) Find(sans []string, address netip.Addr) (client Client, ok boo
 	return Client{}, false
 }
 
+// NamesCertificates reports whether any client is known by its certificate.
+func (c *Clients) NamesCertificates() bool {
+	return c != nil && slices.ContainsFunc(c.entries, func(e clientEntry) bool { return e.san != "" })
+}
+
 // ParseClients reads a clients file; file is its name in messages. It is as strict as
 // [Parse], and its error joins all faults in the same way.
 //

@@ -39,6 +39,16 @@ type devCommand struct {
 	Envoy        string   `env:"ENVOY" help:"The Envoy to run. Found below .tools or on PATH by default." placeholder:"PATH"`
 }
 
+// devClients let the filter, which runs on this machine, give back what a request did not
+// use; others may ask as they may by default.
+const devClients = `
+clients:
+  - {network: 127.0.0.0/8, refunds: true}
+  - {network: "::1", refunds: true}
+  - {network: 0.0.0.0/0}
+  - {network: "::/0"}
+`
+
 // warmTimeout bounds how long Envoy may take from its start to its first answer. Compiling
 // the filter takes seconds, more on a busy machine.
 const warmTimeout = 2 * time.Minute
@@ -63,6 +73,10 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	}
 	logWarnings(ctx, logger, loaded.warnings)
 	if _, err := readModule(c.Module); err != nil { // Envoy runs here, so it is here
+		return err
+	}
+	clients, err := policy.ParseClients("the clients of weir dev", []byte(devClients))
+	if err != nil {
 		return err
 	}
 	config, err := c.config(loaded.policies, reachable(c.GRPCListen))
@@ -95,7 +109,7 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	defer pool.Close()
 	s, err := newServing(servingConfig{
 		pool: pool, schema: c.Schema, policies: loaded.set, logger: logger,
-		grpc: listeners[0], http: listeners[1],
+		grpc: listeners[0], http: listeners[1], clients: clients,
 	})
 	if err != nil {
 		return err

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"net/http"
 	"os"
 	"os/signal"
 	"syscall"
@@ -44,6 +43,7 @@ type serveCommand struct {
 	databaseFlags
 	gatewayFlags
 	logFlags
+	accessFlags
 
 	Policies   []string      `arg:"" name:"policy" help:"Policy files or folders."`
 	GRPCListen string        `name:"grpc-listen" help:"The rate limit service, over gRPC. Empty switches it off." default:":8081"`
@@ -64,6 +64,10 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 	defer signal.Stop(hangups)
 
 	loaded, err := loadPolicies(c.Policies)
+	if err != nil {
+		return err
+	}
+	clients, certificates, err := c.load(logger)
 	if err != nil {
 		return err
 	}
@@ -92,7 +96,7 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 	defer pool.Close()
 	s, err := newServing(servingConfig{
 		pool: pool, schema: c.Schema, policies: loaded.set, logger: logger,
-		grpc: grpcListener, http: httpListener,
+		grpc: grpcListener, http: httpListener, clients: clients, certificates: certificates,
 	})
 	if err != nil {
 		return err
@@ -249,6 +253,9 @@ type servingConfig struct {
 	policies   *policy.Set
 	logger     *slog.Logger
 	grpc, http net.Listener // nil switches one off
+
+	clients      *policy.Clients // nil without a file
+	certificates *certificates   // nil without TLS
 }
 
 // serving is the rate limit service with its two servers.
@@ -283,12 +290,16 @@ func newServing(config servingConfig) (*serving, error) {
 		Now:      back.clock.Now,
 		Logger:   config.logger,
 		Registry: registry,
+		Clients:  config.clients,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
 	}
 	options := append(ratelimitsvc.ServerOptions(),
 		grpc.ChainUnaryInterceptor(ofDecisions(grpcMetrics.UnaryServerInterceptor())))
+	if config.certificates != nil {
+		options = append(options, config.certificates.grpcOption())
+	}
 	server := newGRPCServer(config.logger, options...)
 	service.Register(server)
 	reflection.Register(server)
@@ -313,12 +324,11 @@ func (s *serving) serve(ctx context.Context) error {
 		servers = append(servers, s.server.serve(s.grpc))
 	}
 	if s.http != nil {
-		servers = append(servers, serveHTTP(s.logger, s.http, &http.Server{
-			Handler:           s.service.Handler(),
-			ReadHeaderTimeout: httpHeaderTimeout,
-			WriteTimeout:      httpWriteTimeout,
-			IdleTimeout:       httpIdleTimeout,
-		}))
+		servers = append(servers, serveHTTP(s.logger, s.certificates.over(s.http), httpServer(s.certificates.guard(s.service.Handler()))))
 	}
-	return runBeside(ctx, together(servers...), s.batcher.Run, s.watch)
+	parts := []part{s.batcher.Run, s.watch}
+	if s.certificates != nil {
+		parts = append(parts, s.certificates.run)
+	}
+	return runBeside(ctx, together(servers...), parts...)
 }
