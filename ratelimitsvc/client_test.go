@@ -220,6 +220,33 @@ func TestReceipts(t *testing.T) {
 	}
 }
 
+// A request that is decided together with a later one is decided at that one's instant: so
+// are its windows and its receipt.
+func TestDecidedLater(t *testing.T) {
+	t.Parallel()
+
+	midnight := noon.Add(12 * time.Hour)
+	s := &store{verdict: policy.Verdict{At: midnight, Quotas: []policy.QuotaState{reservation(0, 10, 1)}}}
+	service := newService(t, s, kindsPolicy, at(midnight.Add(-time.Millisecond)), allowed(policy.Client{Refunds: true}))
+	response := ask(t, newService(t, s, kindsPolicy, at(midnight.Add(-time.Millisecond))), request(1, "consumer=a"))
+	if got := describeHeaders(response); !strings.HasPrefix(got, "retry-after=86400 ") {
+		t.Errorf("headers %s, want a whole day to wait", got)
+	}
+	s.verdict.Allowed, s.verdict.Quotas[0] = true, reservation(-1, 1, 1)
+	charge := request(1, "consumer=a")
+	response, err := service.ShouldRateLimit(fromLoopback(t), charge)
+	if err != nil {
+		t.Fatal(err)
+	}
+	refund(charge.GetDescriptors())
+	if _, err := service.ShouldRateLimit(fromLoopback(t, receiptOf(t, response)), charge); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.asked[2].Quotas[0].ChargedAt; !got.Equal(midnight) {
+		t.Errorf("charged at %v, want %v", got, midnight)
+	}
+}
+
 // A receipt is one of its domain's.
 func TestReceiptOfAnotherDomain(t *testing.T) {
 	t.Parallel()

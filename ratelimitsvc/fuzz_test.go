@@ -22,19 +22,23 @@ import (
 	"github.com/weir-dev/weir/ratelimitsvc"
 )
 
-// chance is a Decider whose verdicts have the right shape and are otherwise anything that
-// a store could say.
-type chance struct {
-	store
-	seed uint64
-}
+// anything is a Decider whose verdicts have the right shape and are otherwise whatever a
+// store could say. What that is follows from the context.
+type anything struct{ store }
+
+type seedKey struct{}
+
+// chance is a sequence of numbers.
+type chance struct{ seed uint64 }
 
 func (c *chance) next(n int64) int64 {
 	c.seed = c.seed*6364136223846793005 + 1442695040888963407
 	return int64(c.seed>>33) % n
 }
 
-func (c *chance) Decide(_ context.Context, req policy.Request) (policy.Verdict, error) {
+func (*anything) Decide(ctx context.Context, req policy.Request) (policy.Verdict, error) {
+	seed, _ := ctx.Value(seedKey{}).(uint64)
+	c := &chance{seed: seed}
 	switch c.next(16) {
 	case 0:
 		return policy.Verdict{}, errors.New("down")
@@ -90,13 +94,16 @@ func (c *chance) verdict(req *policy.Request) policy.Verdict {
 	return v
 }
 
-func fuzzed(t *testing.T, seed uint64) *ratelimitsvc.Service {
-	t.Helper()
-	c := &chance{seed: seed}
-	style := []string{"epoch", "delta", "ietf"}[seed%3]
-	return newService(t, &c.store, "headers: {on_allowed: true, style: "+style+"}"+kindsPolicy,
-		allowed(policy.Client{Refunds: true, Overrides: true}),
-		func(config *ratelimitsvc.Config) { config.Decider = c })
+// fuzzed returns a service for each style of headers.
+func fuzzed(f *testing.F) []*ratelimitsvc.Service {
+	f.Helper()
+	var services []*ratelimitsvc.Service
+	for _, style := range []string{"epoch", "delta", "ietf"} {
+		services = append(services, newService(f, &store{}, "headers: {on_allowed: true, style: "+style+"}"+kindsPolicy,
+			allowed(policy.Client{Refunds: true, Overrides: true}),
+			func(config *ratelimitsvc.Config) { config.Decider = &anything{} }))
+	}
+	return services
 }
 
 // checkAnswer holds what is true of every answer, whatever was asked.
@@ -157,12 +164,14 @@ func FuzzMessage(f *testing.F) {
 	override(own.GetDescriptors()[1], 5, 99)
 	add(own)
 	f.Add([]byte("\x0a\x04test\x12\x0d\x0a\x0b\x0a\x06caller\x12\x01\xff"), uint64(3))
+	services := fuzzed(f)
 	f.Fuzz(func(t *testing.T, message []byte, seed uint64) {
 		req := &rlsv3.RateLimitRequest{}
 		if err := ratelimitsvc.Codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(message)}, req); err != nil {
 			return
 		}
-		response, err := fuzzed(t, seed).ShouldRateLimit(fromLoopback(t), req)
+		ctx := context.WithValue(fromLoopback(t), seedKey{}, seed)
+		response, err := services[seed%3].ShouldRateLimit(ctx, req)
 		checkAnswer(t, req, response, err)
 	})
 }
@@ -173,11 +182,13 @@ func FuzzJSON(f *testing.F) {
 	f.Add(`{"domain": "test", "descriptors": [{"entries": [{"key": "node", "value": "`+nodeID+`"}], "isNegativeHits": true}], "hitsAddend": 3}`, uint64(2))
 	f.Add(`{"domain": "test", "descriptors": [{"entries": [{"key": "a"}], "limit": {"unit": 99}}, null]}`, uint64(0))
 	f.Add(`[[[[`, uint64(5))
+	services := fuzzed(f)
 	f.Fuzz(func(t *testing.T, body string, seed uint64) {
 		r := httptest.NewRequest(http.MethodPost, "/json", strings.NewReader(body))
 		r.RemoteAddr = "127.0.0.1:4711"
+		r = r.WithContext(context.WithValue(t.Context(), seedKey{}, seed))
 		recorder := httptest.NewRecorder()
-		fuzzed(t, seed).Handler().ServeHTTP(recorder, r)
+		services[seed%3].Handler().ServeHTTP(recorder, r)
 		switch recorder.Code {
 		case http.StatusOK, http.StatusTooManyRequests, http.StatusBadRequest, http.StatusForbidden, http.StatusInternalServerError:
 		default:

@@ -240,6 +240,9 @@ func (s *Service) decide(ctx context.Context, p *plan) (answer, error) {
 	verdict, err := s.config.Decider.Decide(ctx, p.request)
 	switch {
 	case err == nil:
+		if !verdict.At.IsZero() {
+			p.request.Now = verdict.At // whose windows were charged, and hold what is read
+		}
 		s.observeQuotas(ctx, p, &verdict)
 		return p.render(verdict), nil
 	case errors.Is(ctx.Err(), context.Canceled):

@@ -77,7 +77,7 @@ func (s *store) Consumers(_ context.Context, q policy.ConsumersQuery) ([]policy.
 
 func (s *store) Ping(context.Context) error { return s.err }
 
-func newService(t *testing.T, s *store, text string, changes ...func(*ratelimitsvc.Config)) *ratelimitsvc.Service {
+func newService(t testing.TB, s *store, text string, changes ...func(*ratelimitsvc.Config)) *ratelimitsvc.Service {
 	t.Helper()
 	p, err := policy.Parse("test.yaml", []byte(text))
 	if err != nil {
