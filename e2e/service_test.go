@@ -126,11 +126,11 @@ func (c *counterService) wantWith(receipt, want string, ds ...*ratelimitv3.RateL
 	code := func(code rlsv3.RateLimitResponse_Code) string {
 		return strings.TrimSuffix(code.String(), "_LIMIT")
 	}
-	got := code(response.GetOverallCode()) + ":"
+	parts := []string{code(response.GetOverallCode()) + ":"}
 	for _, s := range response.GetStatuses() {
-		got += fmt.Sprintf(" %s %d", code(s.GetCode()), s.GetLimitRemaining())
+		parts = append(parts, code(s.GetCode()), strconv.FormatUint(uint64(s.GetLimitRemaining()), 10))
 	}
-	if got != want {
+	if got := strings.Join(parts, " "); got != want {
 		c.t.Errorf("got  %s\nwant %s\n(%v)", got, want, response.GetResponseHeadersToAdd())
 	}
 	return response

@@ -70,7 +70,7 @@ func (s *Service) permit(c caller, domain string) (policy.Client, error) {
 		return client, status.Errorf(codes.PermissionDenied, "client: nothing is allowed to %q at %s", c.sans, c.address)
 	}
 	if !client.MayAsk(domain) {
-		return client, status.Errorf(codes.PermissionDenied, "domain: %q is not one that this client may ask for", truncate(domain, maxText))
+		return client, status.Errorf(codes.PermissionDenied, "domain: %q is not one that this client may ask for", truncate(domain))
 	}
 	return client, nil
 }

@@ -52,7 +52,7 @@ func (s *Service) serveJSON(w http.ResponseWriter, r *http.Request) {
 	if response.GetOverallCode() == rlsv3.RateLimitResponse_OVER_LIMIT {
 		w.WriteHeader(http.StatusTooManyRequests)
 	}
-	_, _ = w.Write(text) // the client may be gone
+	_, _ = w.Write(text) //nolint:gosec // JSON, said to be so; the client may be gone
 }
 
 // httpCode is the HTTP status of an error of [Service.respond].

@@ -15,7 +15,7 @@ import (
 	"github.com/weir-dev/weir/ratelimitsvc"
 )
 
-func post(t *testing.T, service *ratelimitsvc.Service, body io.Reader, receipts ...string) (*http.Response, string) {
+func post(t *testing.T, service *ratelimitsvc.Service, body io.Reader, receipts ...string) (code int, header http.Header, text string) {
 	t.Helper()
 	r := httptest.NewRequest(http.MethodPost, "/json", body)
 	r.RemoteAddr = "127.0.0.1:4711"
@@ -24,11 +24,7 @@ func post(t *testing.T, service *ratelimitsvc.Service, body io.Reader, receipts 
 	}
 	recorder := httptest.NewRecorder()
 	service.Handler().ServeHTTP(recorder, r)
-	text, err := io.ReadAll(recorder.Result().Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return recorder.Result(), string(text)
+	return recorder.Code, recorder.Header(), recorder.Body.String()
 }
 
 // PEERS C.6: the protocol as JSON, with the status of HTTP.
@@ -62,11 +58,11 @@ func TestJSON(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			s := &store{verdict: test.verdict, err: test.err}
-			response, body := post(t, newService(t, s, kindsPolicy, allowed(policy.Client{Refunds: true})), strings.NewReader(test.body), test.receipts...)
-			if response.StatusCode != test.code || !strings.Contains(body, test.says) || len(body) > 4096 {
-				t.Fatalf("POST /json = %d %.300s, want %d with %q", response.StatusCode, body, test.code, test.says)
+			code, header, body := post(t, newService(t, s, kindsPolicy, allowed(policy.Client{Refunds: true})), strings.NewReader(test.body), test.receipts...)
+			if code != test.code || !strings.Contains(body, test.says) || len(body) > 4096 {
+				t.Fatalf("POST /json = %d %.300s, want %d with %q", code, body, test.code, test.says)
 			}
-			limited := response.Header.Get("X-RateLimit-Limit") + response.Header.Get("Retry-After")
+			limited := header.Get("X-RateLimit-Limit") + header.Get("Retry-After")
 			switch test.code {
 			case http.StatusOK, http.StatusTooManyRequests:
 				answer := &rlsv3.RateLimitResponse{}
@@ -75,11 +71,11 @@ func TestJSON(t *testing.T) {
 				}
 				refused := test.code == http.StatusTooManyRequests
 				if len(answer.GetStatuses()) != 1 || (answer.GetOverallCode() == rlsv3.RateLimitResponse_OVER_LIMIT) != refused || (limited != "") != refused {
-					t.Errorf("the answer is %v, with headers %v", answer, response.Header)
+					t.Errorf("the answer is %v, with headers %v", answer, header)
 				}
 			default:
 				if limited != "" {
-					t.Errorf("an error has rate headers: %v", response.Header)
+					t.Errorf("an error has rate headers: %v", header)
 				}
 			}
 		})
@@ -91,12 +87,12 @@ func TestJSON(t *testing.T) {
 func TestJSONBrokenBody(t *testing.T) {
 	t.Parallel()
 
-	response, _ := post(t, newService(t, &store{}, kindsPolicy), io.MultiReader(strings.NewReader("{"), &broken{}))
-	if response.StatusCode != http.StatusBadRequest {
-		t.Errorf("POST /json = %d, want 400", response.StatusCode)
+	code, _, _ := post(t, newService(t, &store{}, kindsPolicy), io.MultiReader(strings.NewReader("{"), &broken{}))
+	if code != http.StatusBadRequest {
+		t.Errorf("POST /json = %d, want 400", code)
 	}
 	s := &store{err: errors.New("password for weir@10.0.0.1")}
-	if _, body := post(t, newService(t, s, kindsPolicy), strings.NewReader(`{"domain": "test", "descriptors": [{"entries": [{"key": "path"}]}]}`)); strings.Contains(body, "password") {
+	if _, _, body := post(t, newService(t, s, kindsPolicy), strings.NewReader(`{"domain": "test", "descriptors": [{"entries": [{"key": "path"}]}]}`)); strings.Contains(body, "password") {
 		t.Errorf("the client is told %s", body)
 	}
 }

@@ -68,7 +68,7 @@ func (s *Service) log(ctx context.Context, now time.Time, p *plan, a *answer) {
 	attrs := []slog.Attr{
 		slog.String("outcome", string(a.outcome)),
 		slog.Bool("rate_limited", a.outcome == outcomeRefused),
-		slog.String("domain", truncate(p.domain, maxText)),
+		slog.String("domain", truncate(p.domain)),
 		slog.Any("descriptors", p.describe()),
 	}
 	if c := p.consumer(a); c != "" {
@@ -107,7 +107,7 @@ func (s *Service) logRejected(ctx context.Context, now time.Time, req *rlsv3.Rat
 		return
 	}
 	s.config.Logger.LogAttrs(ctx, slog.LevelWarn, "request rejected",
-		slog.String("domain", truncate(req.GetDomain(), maxText)),
+		slog.String("domain", truncate(req.GetDomain())),
 		slog.Any("err", err), slog.Int64("suppressed", suppressed))
 }
 
@@ -181,20 +181,20 @@ func describeEntries(entries []policy.Entry) string {
 			b.WriteString("…")
 			break
 		}
-		b.WriteString(truncate(e.Key, maxText))
+		b.WriteString(truncate(e.Key))
 		b.WriteByte('=')
-		b.WriteString(truncate(e.Value, maxText))
+		b.WriteString(truncate(e.Value))
 	}
 	return b.String()
 }
 
-// truncate cuts a text to so many bytes, at the end of a character, and marks that it did.
-func truncate(s string, most int) string {
-	if len(s) <= most {
+// truncate cuts a text to maxText bytes, at the end of a character, and marks that it did.
+func truncate(s string) string {
+	if len(s) <= maxText {
 		return s
 	}
-	end := most
-	for end > most-utf8.UTFMax && !utf8.RuneStart(s[end]) {
+	end := maxText
+	for end > maxText-utf8.UTFMax && !utf8.RuneStart(s[end]) {
 		end--
 	}
 	return s[:end] + "…"

@@ -150,7 +150,7 @@ func chargedAtOf(domain string, receipts []string) (time.Time, error) {
 	case 1:
 		at, err := parseReceipt(domain, receipts[0])
 		if err != nil {
-			return time.Time{}, status.Errorf(codes.InvalidArgument, "%s: %q %v", ReceiptKey, truncate(receipts[0], maxText), err)
+			return time.Time{}, status.Errorf(codes.InvalidArgument, "%s: %q %v", ReceiptKey, truncate(receipts[0]), err)
 		}
 		return at, nil
 	}

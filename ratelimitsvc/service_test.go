@@ -77,15 +77,15 @@ func (s *store) Consumers(_ context.Context, q policy.ConsumersQuery) ([]policy.
 
 func (s *store) Ping(context.Context) error { return s.err }
 
-func newService(t testing.TB, s *store, text string, changes ...func(*ratelimitsvc.Config)) *ratelimitsvc.Service {
-	t.Helper()
+func newService(tb testing.TB, s *store, text string, changes ...func(*ratelimitsvc.Config)) *ratelimitsvc.Service {
+	tb.Helper()
 	p, err := policy.Parse("test.yaml", []byte(text))
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	set, err := policy.NewSet(p)
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	config := ratelimitsvc.Config{
 		Policies: set, Decider: s, Usage: s, Ping: s.Ping,
@@ -98,7 +98,7 @@ func newService(t testing.TB, s *store, text string, changes ...func(*ratelimits
 	}
 	service, err := ratelimitsvc.New(config)
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	return service
 }

@@ -119,7 +119,7 @@ func (c *certificates) reload(now time.Time) (err error) {
 		if path == "" {
 			continue
 		}
-		if contents[i], err = os.ReadFile(path); err != nil {
+		if contents[i], err = os.ReadFile(path); err != nil { //nolint:gosec // the operator names the file
 			return fmt.Errorf("%s: %w", flags[i], err)
 		}
 	}

@@ -3,21 +3,13 @@ package main
 import (
 	"bytes"
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"math/big"
 	"net"
 	"net/http"
-	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -33,96 +25,11 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
+	"github.com/weir-dev/weir/internal/certtest"
 	"github.com/weir-dev/weir/policy"
 	"github.com/weir-dev/weir/quota"
 	"github.com/weir-dev/weir/ratelimitsvc"
 )
-
-// An authority signs certificates.
-type authority struct {
-	certificate *x509.Certificate
-	key         *ecdsa.PrivateKey
-	pem         []byte
-}
-
-func newAuthority(t *testing.T, name string) *authority {
-	t.Helper()
-	a := &authority{}
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(24 * time.Hour),
-		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
-	}
-	a.certificate, a.key, a.pem = template, newKey(t), nil
-	a.certificate, a.pem = a.sign(t, template, &a.key.PublicKey)
-	return a
-}
-
-func newKey(t *testing.T) *ecdsa.PrivateKey {
-	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return key
-}
-
-func (a *authority) sign(t *testing.T, template *x509.Certificate, key *ecdsa.PublicKey) (*x509.Certificate, []byte) {
-	t.Helper()
-	der, err := x509.CreateCertificate(rand.Reader, template, a.certificate, key, a.key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	certificate, err := x509.ParseCertificate(der)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return certificate, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
-}
-
-// issue returns a certificate and its key for 127.0.0.1 and the names, each a URI or a DNS
-// name.
-func (a *authority) issue(t *testing.T, serial int64, expires time.Time, names ...string) (certificate, key []byte) {
-	t.Helper()
-	template := &x509.Certificate{
-		SerialNumber: big.NewInt(serial), NotBefore: time.Now().Add(-48 * time.Hour), NotAfter: expires,
-		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
-		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
-	}
-	for _, name := range names {
-		if uri, err := url.Parse(name); err == nil && uri.Scheme != "" {
-			template.URIs = append(template.URIs, uri)
-		} else {
-			template.DNSNames = append(template.DNSNames, name)
-		}
-	}
-	private := newKey(t)
-	_, certificate = a.sign(t, template, &private.PublicKey)
-	der, err := x509.MarshalPKCS8PrivateKey(private)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return certificate, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der})
-}
-
-func tomorrow() time.Time { return time.Now().Add(24 * time.Hour) }
-
-// client returns a client's side of TLS, with a certificate of its own if by is not nil.
-func (a *authority) client(t *testing.T, by *authority, names ...string) *tls.Config {
-	t.Helper()
-	config := &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}
-	config.RootCAs.AddCert(a.certificate)
-	if by != nil {
-		certificate, key := by.issue(t, 7, tomorrow(), names...)
-		pair, err := tls.X509KeyPair(certificate, key)
-		if err != nil {
-			t.Fatal(err)
-		}
-		// Shown whatever the server asks for.
-		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &pair, nil }
-	}
-	return config
-}
 
 // A mount is a folder as Kubernetes mounts a secret: the files are links into a folder
 // that is exchanged as a whole, by a link.
@@ -327,25 +234,25 @@ func eventually(t *testing.T, what string, holds func() bool) {
 func TestTLS(t *testing.T) {
 	t.Parallel()
 
-	ca, m := newAuthority(t, "ca"), newMount(t)
-	certificate, key := ca.issue(t, 2, tomorrow())
+	ca, m := certtest.NewAuthority(t, "ca"), newMount(t)
+	certificate, key := ca.Issue(t, certtest.Tomorrow())
 	m.put(t, certificate, key, nil)
 	s := serveSite(t, m.flags(false))
-	if err := ask(t, dialTLS(t, s.grpc, ca.client(t, nil)), charge(false)); err != nil {
+	if err := ask(t, dialTLS(t, s.grpc, ca.Client(t, nil)), charge(false)); err != nil {
 		t.Errorf("gRPC: %v", err)
 	}
-	if code := get(t, ca.client(t, nil), s.http, "/metrics"); code != http.StatusOK {
+	if code := get(t, ca.Client(t, nil), s.http, "/metrics"); code != http.StatusOK {
 		t.Errorf("GET /metrics = %d", code)
 	}
-	if err := ask(t, dialTLS(t, s.grpc, newAuthority(t, "other").client(t, nil)), charge(false)); status.Code(err) != codes.Unavailable {
+	if err := ask(t, dialTLS(t, s.grpc, certtest.NewAuthority(t, "other").Client(t, nil)), charge(false)); status.Code(err) != codes.Unavailable {
 		t.Errorf("a client that trusts another authority: %v", err)
 	}
-	old := ca.client(t, nil)
+	old := ca.Client(t, nil)
 	old.MinVersion, old.MaxVersion = tls.VersionTLS11, tls.VersionTLS11
 	if code := get(t, old, s.http, "/metrics"); code != 0 {
 		t.Errorf("TLS 1.1: %d, want no connection", code)
 	}
-	response, err := http.Get("http://" + s.http + "/metrics") //nolint:bodyclose // closed below
+	response, err := http.Get("http://" + s.http + "/metrics")
 	if err == nil {
 		defer response.Body.Close()
 		if response.StatusCode == http.StatusOK {
@@ -359,9 +266,9 @@ func TestTLS(t *testing.T) {
 func TestMutualTLS(t *testing.T) {
 	t.Parallel()
 
-	ca, m := newAuthority(t, "ca"), newMount(t)
-	certificate, key := ca.issue(t, 2, tomorrow())
-	m.put(t, certificate, key, ca.pem)
+	ca, m := certtest.NewAuthority(t, "ca"), newMount(t)
+	certificate, key := ca.Issue(t, certtest.Tomorrow())
+	m.put(t, certificate, key, ca.PEM)
 	flags := m.flags(true)
 	flags.Clients = filepath.Join(t.TempDir(), "clients.yaml")
 	if err := os.WriteFile(flags.Clients, []byte(`
@@ -373,35 +280,35 @@ clients:
 		t.Fatal(err)
 	}
 	s := serveSite(t, flags)
-	stranger := newAuthority(t, "stranger")
+	stranger := certtest.NewAuthority(t, "stranger")
 	for _, test := range []struct {
 		name   string
 		config *tls.Config
 		refund bool
 		want   codes.Code
 	}{
-		{"a URI, a refund", ca.client(t, ca, "spiffe://mesh/envoy"), true, codes.OK},
-		{"a DNS name, a charge", ca.client(t, ca, "gateway.example"), false, codes.OK},
-		{"a DNS name, a refund", ca.client(t, ca, "gateway.example"), true, codes.PermissionDenied},
-		{"another domain's", ca.client(t, ca, "elsewhere.example"), false, codes.PermissionDenied},
-		{"a name that is not in the file", ca.client(t, ca, "spiffe://mesh/other"), false, codes.PermissionDenied},
-		{"no certificate", ca.client(t, nil), false, codes.Unavailable},
-		{"a certificate of another authority", ca.client(t, stranger, "spiffe://mesh/envoy"), false, codes.Unavailable},
+		{"a URI, a refund", ca.Client(t, ca, "spiffe://mesh/envoy"), true, codes.OK},
+		{"a DNS name, a charge", ca.Client(t, ca, "gateway.example"), false, codes.OK},
+		{"a DNS name, a refund", ca.Client(t, ca, "gateway.example"), true, codes.PermissionDenied},
+		{"another domain's", ca.Client(t, ca, "elsewhere.example"), false, codes.PermissionDenied},
+		{"a name that is not in the file", ca.Client(t, ca, "spiffe://mesh/other"), false, codes.PermissionDenied},
+		{"no certificate", ca.Client(t, nil), false, codes.Unavailable},
+		{"a certificate of another authority", ca.Client(t, stranger, "spiffe://mesh/envoy"), false, codes.Unavailable},
 	} {
 		if err := ask(t, dialTLS(t, s.grpc, test.config), charge(test.refund)); status.Code(err) != test.want {
 			t.Errorf("%s: %v, want %v", test.name, err, test.want)
 		}
 	}
-	eventually(t, "healthy", func() bool { return get(t, ca.client(t, nil), s.http, "/healthcheck") == http.StatusOK })
+	eventually(t, "healthy", func() bool { return get(t, ca.Client(t, nil), s.http, "/healthcheck") == http.StatusOK })
 	for path, want := range map[string]int{"/metrics": http.StatusForbidden, "/quotas/usage": http.StatusForbidden, "/healthcheck/..": http.StatusForbidden} {
-		if code := get(t, ca.client(t, nil), s.http, path); code != want {
+		if code := get(t, ca.Client(t, nil), s.http, path); code != want {
 			t.Errorf("GET %s without a certificate = %d, want %d", path, code, want)
 		}
 	}
-	if code := get(t, ca.client(t, ca, "anyone"), s.http, "/metrics"); code != http.StatusOK {
+	if code := get(t, ca.Client(t, ca, "anyone"), s.http, "/metrics"); code != http.StatusOK {
 		t.Errorf("GET /metrics with a certificate = %d", code)
 	}
-	if code := get(t, ca.client(t, stranger, "anyone"), s.http, "/healthcheck"); code != 0 {
+	if code := get(t, ca.Client(t, stranger, "anyone"), s.http, "/healthcheck"); code != 0 {
 		t.Errorf("GET /healthcheck with another's certificate = %d, want no connection", code)
 	}
 }
@@ -411,18 +318,18 @@ clients:
 func TestCertificatesAreReadAgain(t *testing.T) {
 	t.Parallel()
 
-	first, second, m := newAuthority(t, "first"), newAuthority(t, "second"), newMount(t)
-	certificate, key := first.issue(t, 101, tomorrow())
-	m.put(t, certificate, key, first.pem)
+	first, second, m := certtest.NewAuthority(t, "first"), certtest.NewAuthority(t, "second"), newMount(t)
+	certificate, key := first.Issue(t, certtest.Tomorrow())
+	m.put(t, certificate, key, first.PEM)
 	s := serveSite(t, m.flags(true))
 
-	serves := func(ca *authority, by *authority) bool {
-		return ask(t, dialTLS(t, s.grpc, ca.client(t, by, "a")), charge(false)) == nil &&
-			get(t, ca.client(t, by, "a"), s.http, "/metrics") == http.StatusOK
+	serves := func(ca *certtest.Authority, by *certtest.Authority) bool {
+		return ask(t, dialTLS(t, s.grpc, ca.Client(t, by, "a")), charge(false)) == nil &&
+			get(t, ca.Client(t, by, "a"), s.http, "/metrics") == http.StatusOK
 	}
 	// One connection throughout: were it dropped, it could not come back.
 	dials := 0
-	conn, err := grpc.NewClient(s.grpc, grpc.WithTransportCredentials(credentials.NewTLS(first.client(t, first, "a"))),
+	conn, err := grpc.NewClient(s.grpc, grpc.WithTransportCredentials(credentials.NewTLS(first.Client(t, first, "a"))),
 		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
 			if dials++; dials > 1 {
 				return nil, errors.New("the connection was dropped")
@@ -441,22 +348,22 @@ func TestCertificatesAreReadAgain(t *testing.T) {
 		t.Fatal("at first, other than the first authority's certificates are served")
 	}
 
-	renewed, renewedKey := second.issue(t, 102, tomorrow())
-	m.put(t, renewed, renewedKey, second.pem)
+	renewed, renewedKey := second.Issue(t, certtest.Tomorrow())
+	m.put(t, renewed, renewedKey, second.PEM)
 	eventually(t, "the second authority's certificates are served", func() bool { return serves(second, second) })
 	if serves(first, first) || serves(second, first) {
 		t.Error("a client of the first authority is still let in")
 	}
 
-	expired, expiredKey := second.issue(t, 103, time.Now().Add(-time.Minute))
+	expired, expiredKey := second.Issue(t, time.Now().Add(-time.Minute))
 	for _, bad := range []struct {
 		says                 string
 		certificate, key, ca []byte
 	}{
-		{"private key does not match", renewed, key, second.pem},
-		{"failed to find any PEM data", []byte("garbage"), renewedKey, second.pem},
+		{"private key does not match", renewed, key, second.PEM},
+		{"failed to find any PEM data", []byte("garbage"), renewedKey, second.PEM},
 		{"has no certificate in PEM", renewed, renewedKey, []byte("garbage")},
-		{"expired on", expired, expiredKey, second.pem},
+		{"expired on", expired, expiredKey, second.PEM},
 	} {
 		m.put(t, bad.certificate, bad.key, bad.ca)
 		eventually(t, "the log says "+bad.says, func() bool { return strings.Contains(s.log.String(), bad.says) })
@@ -475,8 +382,8 @@ func TestCertificatesAreReadAgain(t *testing.T) {
 	}
 	eventually(t, "the log says that the file is gone", func() bool { return strings.Contains(s.log.String(), "no such file") })
 
-	certificate, key = first.issue(t, 104, tomorrow())
-	m.put(t, certificate, key, first.pem)
+	certificate, key = first.Issue(t, certtest.Tomorrow())
+	m.put(t, certificate, key, first.PEM)
 	eventually(t, "the first authority is back", func() bool { return serves(first, first) })
 	if err := ask(t, open, charge(false)); err != nil {
 		t.Errorf("the connection that was open throughout: %v", err)
