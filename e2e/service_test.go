@@ -223,6 +223,25 @@ descriptors:
 	}
 }
 
+// Nothing that a replica remembers keeps a refund from being seen by another.
+func TestC07RefundIsSeenByAllReplicas(t *testing.T) {
+	t.Parallel()
+
+	const text = "domain: test\ndescriptors:\n  - {key: a, quota: {monthly: 1}}\n"
+	c := newCounterService(t, text)
+	other := *c
+	other.batcher = store.NewBatcher(c.store, store.BatcherConfig{})
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	go func() { _ = other.batcher.Run(ctx) }()
+	other.apply(text)
+
+	c.want("OK: OK 0", hits(1, "a=1"))
+	other.want("OVER: OVER 0", hits(1, "a=1"))
+	c.want("OK: OK 1", hits(-1, "a=1"))
+	other.want("OK: OK 0", hits(1, "a=1"))
+}
+
 func TestC13CostsOfTheirOwn(t *testing.T) {
 	t.Parallel()
 

@@ -16,11 +16,10 @@ import (
 	"github.com/weir-dev/weir/policy"
 )
 
-// A caller is who asks, and what it brought beside the request.
+// A caller is who asks.
 type caller struct {
-	sans     []string   // the names in its verified certificate
-	address  netip.Addr // invalid if it has none
-	receipts []string
+	sans    []string   // the names in its verified certificate
+	address netip.Addr // invalid if it has none
 }
 
 func grpcCaller(ctx context.Context) caller {
@@ -33,12 +32,21 @@ func grpcCaller(ctx context.Context) caller {
 			c.address = address.AddrPort().Addr()
 		}
 	}
-	c.receipts = metadata.ValueFromIncomingContext(ctx, ReceiptKey)
 	return c
 }
 
+// receiptsOf returns what came beside a request under [ReceiptKey].
+func receiptsOf(ctx context.Context) []string {
+	return metadata.ValueFromIncomingContext(ctx, ReceiptKey)
+}
+
+// withReceipts puts the headers of a request where gRPC puts its metadata.
+func withReceipts(r *http.Request) context.Context {
+	return metadata.NewIncomingContext(r.Context(), metadata.MD{ReceiptKey: r.Header.Values(ReceiptKey)})
+}
+
 func httpCaller(r *http.Request) caller {
-	c := caller{receipts: r.Header.Values(ReceiptKey)}
+	var c caller
 	if r.TLS != nil {
 		c.sans = verifiedNames(r.TLS)
 	}

@@ -14,8 +14,15 @@ import (
 
 // Bounds of what one connection may hold.
 const (
-	maxStreams    = 1000     // requests in flight
-	maxHeaderList = 32 << 10 // bytes of a request's metadata
+	// maxMessage is the most bytes of a request: more than Envoy can make of a
+	// client's largest headers, since what is larger is answered with an error.
+	maxMessage    = 4 << 20
+	maxStreams    = 1000      // requests in flight
+	maxHeaderList = 128 << 10 // bytes of a request's metadata
+
+	// clipAbove is from how many bytes on a request's lists are cut before they are
+	// read: an empty descriptor takes two bytes on the wire and a hundred in memory.
+	clipAbove = 16 << 10
 )
 
 // ServerOptions returns what a gRPC server that carries a [Service] must be made with.
@@ -38,8 +45,13 @@ type codec struct{ encoding.CodecV2 }
 
 // Unmarshal implements [encoding.CodecV2].
 func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
-	err := c.CodecV2.Unmarshal(data, v)
 	req, ok := v.(*rlsv3.RateLimitRequest)
+	if ok && data.Len() > clipAbove {
+		data = mem.BufferSlice{mem.SliceBuffer(clip(data.Materialize(), descriptorsField, maxDescriptors+1, func(d []byte) []byte {
+			return clip(d, entriesField, maxEntries+1, nil)
+		}))}
+	}
+	err := c.CodecV2.Unmarshal(data, v)
 	if err == nil || !ok {
 		return err
 	}
@@ -49,6 +61,46 @@ func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 	}
 	proto.Reset(req)
 	return proto.Unmarshal(repaired, req)
+}
+
+// The lists of a request.
+const (
+	descriptorsField = 2
+	entriesField     = 1 // of a descriptor
+)
+
+// clip returns the message without the items of a list behind the first most: enough to
+// tell that they are too many. Each that stays goes through inner, if that is not nil.
+// What is no message comes back as it is.
+func clip(message []byte, list protowire.Number, most int, inner func([]byte) []byte) []byte {
+	clipped := make([]byte, 0, len(message))
+	items := 0
+	for rest := message; len(rest) > 0; {
+		number, kind, tagSize := protowire.ConsumeTag(rest)
+		if tagSize < 0 {
+			return message
+		}
+		size := protowire.ConsumeFieldValue(number, kind, rest[tagSize:])
+		if size < 0 {
+			return message
+		}
+		field := rest[:tagSize+size]
+		rest = rest[tagSize+size:]
+		if number != list || kind != protowire.BytesType {
+			clipped = append(clipped, field...)
+			continue
+		}
+		if items++; items > most {
+			continue
+		}
+		item, _ := protowire.ConsumeBytes(field[tagSize:])
+		if inner != nil {
+			item = inner(item)
+		}
+		clipped = protowire.AppendTag(clipped, number, kind)
+		clipped = protowire.AppendBytes(clipped, item)
+	}
+	return clipped
 }
 
 // texts names the strings of a message by field number; under a number with texts of

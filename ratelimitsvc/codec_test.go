@@ -3,6 +3,7 @@ package ratelimitsvc_test
 import (
 	"context"
 	"net"
+	"strings"
 	"testing"
 
 	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
@@ -13,6 +14,7 @@ import (
 	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/weir-dev/weir/filter/config"
@@ -113,6 +115,72 @@ func TestC29C30ValuesThatAreNotUTF8(t *testing.T) {
 	response, err := send(t.Context(), conn, withValue(t, "node", []byte("1 \xc0\xa7")))
 	if err != nil || response.GetOverallCode() != rlsv3.RateLimitResponse_OVER_LIMIT {
 		t.Errorf("a budget's key: %v, %v, want OVER_LIMIT", response, err)
+	}
+}
+
+// PEERS C05: what takes little on the wire takes little in memory, and is named.
+func TestC05ManyOfAll(t *testing.T) {
+	t.Parallel()
+
+	const most = 4 << 20
+	repeat := func(head, item string) []byte {
+		return []byte(head + strings.Repeat(item, (most-len(head)-8)/len(item)))
+	}
+	entries := repeat("", "\x0a\x00")
+	one := protowire.AppendBytes([]byte("\x0a\x04test\x12"), entries)
+	for _, test := range []struct {
+		name, says string
+		message    []byte
+		items      int // of what the service gets to see
+	}{
+		{"descriptors", "descriptors: there are more than", repeat("\x0a\x04test", "\x12\x00"), 65},
+		{"entries", "descriptors[0].entries: there are more than", one, 66},
+	} {
+		req := &rlsv3.RateLimitRequest{}
+		if err := ratelimitsvc.Codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(test.message)}, req); err != nil {
+			t.Fatalf("%s: %v", test.name, err)
+		}
+		items := len(req.GetDescriptors())
+		for _, d := range req.GetDescriptors() {
+			items += len(d.GetEntries())
+		}
+		if items != test.items {
+			t.Errorf("%s: %d of them were read", test.name, items)
+		}
+		_, err := newService(t, &store{}, testPolicy).ShouldRateLimit(t.Context(), req)
+		if status.Code(err) != codes.InvalidArgument || !strings.Contains(err.Error(), test.says) {
+			t.Errorf("%s: %v, want INVALID_ARGUMENT with %q", test.name, err, test.says)
+		}
+	}
+	// A large request that is none too many comes through as it is.
+	want := &rlsv3.RateLimitRequest{Domain: "ingest", HitsAddend: 3}
+	for range 64 {
+		want.Descriptors = append(want.Descriptors, descriptors("consumer="+strings.Repeat("x", 60<<10))...)
+	}
+	message, err := proto.Marshal(want)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := &rlsv3.RateLimitRequest{}
+	if err := ratelimitsvc.Codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(message)}, got); err != nil || !proto.Equal(want, got) {
+		t.Errorf("a large request is not what was sent: %v", err)
+	}
+}
+
+// PEERS C29: Envoy's largest headers, in every descriptor there can be, are decided rather
+// than answered with an error.
+func TestC29LargestHeaders(t *testing.T) {
+	t.Parallel()
+
+	s := &store{verdict: policy.Verdict{Allowed: true}}
+	req := &rlsv3.RateLimitRequest{Domain: "ingest"}
+	for range 64 {
+		req.Descriptors = append(req.Descriptors, descriptors("consumer="+strings.Repeat("x", 60<<10))...)
+		s.verdict.Quotas = append(s.verdict.Quotas, reservation(-1, 1, 1))
+	}
+	response, err := rlsv3.NewRateLimitServiceClient(dial(t, newService(t, s, testPolicy))).ShouldRateLimit(t.Context(), req)
+	if err != nil || response.GetOverallCode() != rlsv3.RateLimitResponse_OK {
+		t.Errorf("%v, %v, want OK", response.GetOverallCode(), err)
 	}
 }
 

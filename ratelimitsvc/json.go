@@ -12,15 +12,15 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 )
 
-// maxMessage is the most bytes that a request may have, in either protocol.
-const maxMessage = 1 << 20
+// maxBody is the most bytes that a request may have as JSON.
+const maxBody = 1 << 20
 
 // serveJSON is the rate limit protocol over HTTP, as the reference has it: a request as
 // protobuf's JSON, answered with the response as JSON and 200, or 429 when it is over a
 // limit. The rate headers are headers of the answer as well. How long a body may take to
 // arrive is the server's business.
 func (s *Service) serveJSON(w http.ResponseWriter, r *http.Request) {
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxMessage))
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
 	if err != nil {
 		code := http.StatusBadRequest
 		if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
@@ -34,7 +34,7 @@ func (s *Service) serveJSON(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	response, err := s.respond(r.Context(), req, httpCaller(r))
+	response, err := s.respond(withReceipts(r), req, httpCaller(r))
 	if err != nil {
 		http.Error(w, status.Convert(err).Message(), httpCode(err))
 		return

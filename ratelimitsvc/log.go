@@ -18,8 +18,7 @@ import (
 // and so is their number.
 const (
 	maxText        = 64 // bytes
-	maxEntries     = 8
-	maxDescribed   = 8
+	maxDescribed   = 8  // descriptors, and entries of one
 	sampleInterval = time.Second
 )
 
@@ -135,7 +134,7 @@ func (p *plan) consumer(a *answer) string {
 	name := ""
 	for i := range p.descriptors {
 		d := &p.descriptors[i]
-		for _, debit := range d.debits {
+		for _, debit := range d.debits() {
 			if debit.kind != debitQuota || !d.enforced() {
 				continue
 			}
@@ -177,7 +176,7 @@ func describeEntries(entries []policy.Entry) string {
 		if i > 0 {
 			b.WriteByte('/')
 		}
-		if i == maxEntries {
+		if i == maxDescribed {
 			b.WriteString("…")
 			break
 		}

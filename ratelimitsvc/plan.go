@@ -1,6 +1,7 @@
 package ratelimitsvc
 
 import (
+	"context"
 	"time"
 
 	ratelimitv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
@@ -16,6 +17,9 @@ import (
 // maxDescriptors bounds what one request may ask for. Envoy sends a handful, and what a
 // request asks for is decided in one statement while others wait.
 const maxDescriptors = 64
+
+// maxEntries bounds a descriptor. No policy is as deep.
+const maxEntries = 64
 
 // A plan is a request of the protocol, matched: what to ask of the store, and which
 // descriptor each answer belongs to.
@@ -38,7 +42,8 @@ type planned struct {
 	limit   *policy.Limit // nil when nothing applies
 	counter policy.CounterID
 	cost    int64 // negative for a refund
-	debits  []debit
+	asked   [debitKinds]debit
+	kinds   int // how many of them there are
 	shadow  int // index of the request of its own that a limit in shadow is, or -1
 
 	malformed bool
@@ -59,11 +64,12 @@ const (
 	debitLimiter
 	debitRateLimit // among the request's quotas, as are quotas
 	debitQuota
+	debitKinds = iota
 )
 
 // plan matches a request against the policies. Its errors are gRPC statuses, for
 // faults of the request's structure and for what its caller may not ask.
-func (s *Service) plan(req *rlsv3.RateLimitRequest, c caller, now time.Time) (*plan, error) {
+func (s *Service) plan(ctx context.Context, req *rlsv3.RateLimitRequest, c caller, now time.Time) (*plan, error) {
 	if req.GetDomain() == "" {
 		return nil, status.Error(codes.InvalidArgument, "domain: is empty")
 	}
@@ -72,7 +78,7 @@ func (s *Service) plan(req *rlsv3.RateLimitRequest, c caller, now time.Time) (*p
 		return nil, status.Error(codes.InvalidArgument, "descriptors: there are none")
 	}
 	if n > maxDescriptors {
-		return nil, status.Errorf(codes.InvalidArgument, "descriptors: %d are more than the %d that one request may have", n, maxDescriptors)
+		return nil, status.Errorf(codes.InvalidArgument, "descriptors: there are more than the %d that one request may have", maxDescriptors)
 	}
 	client, err := s.permit(c, req.GetDomain())
 	if err != nil {
@@ -96,7 +102,7 @@ func (s *Service) plan(req *rlsv3.RateLimitRequest, c caller, now time.Time) (*p
 	}
 	var chargedAt time.Time
 	if refunds {
-		if chargedAt, err = chargedAtOf(p.domain, c.receipts); err != nil {
+		if chargedAt, err = chargedAtOf(p.domain, receiptsOf(ctx)); err != nil {
 			return nil, err
 		}
 	}
@@ -112,8 +118,11 @@ func (s *Service) plan(req *rlsv3.RateLimitRequest, c caller, now time.Time) (*p
 }
 
 func checkDescriptor(i int, d *ratelimitv3.RateLimitDescriptor, client policy.Client) error {
-	if len(d.GetEntries()) == 0 {
+	switch n := len(d.GetEntries()); {
+	case n == 0:
 		return status.Errorf(codes.InvalidArgument, "descriptors[%d].entries: there are none", i)
+	case n > maxEntries:
+		return status.Errorf(codes.InvalidArgument, "descriptors[%d].entries: there are more than the %d that a descriptor may have", i, maxEntries)
 	}
 	if d.GetIsNegativeHits() && !client.Refunds {
 		return status.Errorf(codes.PermissionDenied, "descriptors[%d].is_negative_hits: refunds are off for this client", i)
@@ -208,12 +217,20 @@ func (p *plan) match(domain *policy.Policy, ds []*ratelimitv3.RateLimitDescripto
 		d.ask(request, matches[i], chargedAt)
 		if !d.limit.Shadow {
 			p.malformed = p.malformed || d.malformed
-			p.allowError = p.allowError && (d.limit.AllowError || len(d.debits) == 0)
+			p.allowError = p.allowError && (d.limit.AllowError || d.kinds == 0)
 		} else if request.Asks() {
 			d.shadow = len(p.request.Shadows)
 			p.request.Shadows = append(p.request.Shadows, *request)
 		}
 	}
+}
+
+// debits are the limits of the descriptor, in the order of their kinds.
+func (d *planned) debits() []debit { return d.asked[:d.kinds] }
+
+func (d *planned) add(kind debitKind, at int) {
+	d.asked[d.kinds] = debit{kind: kind, at: at}
+	d.kinds++
 }
 
 // override gives the descriptor the limit that it brought, whatever the policy says.
@@ -235,13 +252,13 @@ func (d *planned) ask(request *policy.Request, m policy.Match, chargedAt time.Ti
 			d.malformed = d.cost >= 0
 			return
 		}
-		d.debits = append(d.debits, debit{kind: debitBudget, at: len(request.Budgets)})
+		d.add(debitBudget, len(request.Budgets))
 		request.Budgets = append(request.Budgets, policy.BudgetDebit{
 			Scope: l.Budget.Scope, Key: key, Budget: l.Budget.Budget, Cost: d.cost,
 		})
 	}
 	if l.Limiter != nil {
-		d.debits = append(d.debits, debit{kind: debitLimiter, at: len(request.Limiters)})
+		d.add(debitLimiter, len(request.Limiters))
 		request.Limiters = append(request.Limiters, policy.LimiterDebit{
 			Bucket: m.LimiterBucket(), Policy: *l.Limiter, Cost: d.cost,
 		})
@@ -254,7 +271,7 @@ func (d *planned) ask(request *policy.Request, m policy.Match, chargedAt time.Ti
 		if counter == (policy.CounterID{}) {
 			counter = m.RateLimitCounter()
 		}
-		d.debits = append(d.debits, debit{kind: debitRateLimit, at: len(request.Quotas)})
+		d.add(debitRateLimit, len(request.Quotas))
 		request.Quotas = append(request.Quotas, policy.QuotaDebit{
 			Counter: counter, Budgets: []quota.Budget{*l.RateLimit}, Cost: d.cost, ChargedAt: chargedAt,
 			Optional: l.QuotaMode && !l.Shadow && d.cost >= 0,
@@ -262,7 +279,7 @@ func (d *planned) ask(request *policy.Request, m policy.Match, chargedAt time.Ti
 	}
 	if len(l.Quota) > 0 {
 		consumer := m.Consumer()
-		d.debits = append(d.debits, debit{kind: debitQuota, at: len(request.Quotas)})
+		d.add(debitQuota, len(request.Quotas))
 		request.Quotas = append(request.Quotas, policy.QuotaDebit{
 			Counter: consumer.ID, Budgets: l.Quota, Cost: d.cost, ChargedAt: chargedAt, Consumer: consumer,
 		})

@@ -74,7 +74,7 @@ func shown(a, b *reading) *reading {
 // quota that is inert has none, and neither has a window that a refund went into after
 // it had passed.
 func (d *planned) readings(rs []reading, request *policy.Request, v *policy.Verdict) []reading {
-	for _, debit := range d.debits {
+	for _, debit := range d.debits() {
 		switch debit.kind {
 		case debitBudget:
 			rs = append(rs, budgetReading(d.limit, request, debit.at, v.Budgets[debit.at]))

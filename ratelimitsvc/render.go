@@ -184,7 +184,7 @@ func (p *plan) metadata(a *answer) *structpb.Struct {
 // charges reports whether an allowed request has spent anything that can be given back.
 func (p *plan) charges() bool {
 	for i := range p.descriptors {
-		if d := &p.descriptors[i]; d.cost > 0 && d.enforced() && len(d.debits) > 0 {
+		if d := &p.descriptors[i]; d.cost > 0 && d.enforced() && d.kinds > 0 {
 			return true
 		}
 	}

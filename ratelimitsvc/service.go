@@ -214,7 +214,7 @@ func (s *Service) ShouldRateLimit(ctx context.Context, req *rlsv3.RateLimitReque
 // respond answers a request, in whatever protocol it came. Its errors are gRPC statuses.
 func (s *Service) respond(ctx context.Context, req *rlsv3.RateLimitRequest, c caller) (*rlsv3.RateLimitResponse, error) {
 	start := s.config.Now()
-	p, err := s.plan(req, c, policy.TruncateNow(start))
+	p, err := s.plan(ctx, req, c, policy.TruncateNow(start))
 	if err != nil {
 		s.logRejected(ctx, start, req, err)
 		return nil, err

@@ -183,31 +183,20 @@ func (c *certificates) grpcOption() grpc.ServerOption {
 	return grpc.Creds(credentials.NewTLS(c.config(tls.RequireAndVerifyClientCert, "h2")))
 }
 
-// Bounds of what the service's HTTP side takes.
-const (
-	httpReadTimeout = 30 * time.Second // a request with its body
-	httpMaxHeader   = 64 << 10         // bytes
-)
-
-// httpServer returns the server of the service's HTTP side, and what it listens on.
-func httpServer(listener net.Listener, handler http.Handler, c *certificates) (net.Listener, *http.Server) {
-	if c != nil {
-		listener = tls.NewListener(listener, c.config(tls.VerifyClientCertIfGiven, "h2", "http/1.1"))
-		handler = c.guard(handler)
+// over returns the listener, speaking TLS if there are certificates.
+func (c *certificates) over(listener net.Listener) net.Listener {
+	if c == nil {
+		return listener
 	}
-	return listener, &http.Server{
-		Handler:           handler,
-		ReadHeaderTimeout: httpHeaderTimeout,
-		ReadTimeout:       httpReadTimeout,
-		WriteTimeout:      httpWriteTimeout,
-		IdleTimeout:       httpIdleTimeout,
-		MaxHeaderBytes:    httpMaxHeader,
-	}
+	return tls.NewListener(listener, c.config(tls.VerifyClientCertIfGiven, "h2", "http/1.1"))
 }
 
 // guard requires a certificate of clients where there is an authority to verify it, but
 // for the health check: who asks for that often has none, as Kubernetes.
 func (c *certificates) guard(handler http.Handler) http.Handler {
+	if c == nil {
+		return handler
+	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if c.current.Load().clients != nil && len(r.TLS.VerifiedChains) == 0 && r.URL.Path != "/healthcheck" {
 			http.Error(w, "a client certificate is required", http.StatusForbidden)
@@ -215,4 +204,22 @@ func (c *certificates) guard(handler http.Handler) http.Handler {
 		}
 		handler.ServeHTTP(w, r)
 	})
+}
+
+// Bounds of what the service's HTTP side takes.
+const (
+	httpReadTimeout = 30 * time.Second // a request with its body
+	httpMaxHeader   = 64 << 10         // bytes
+)
+
+// httpServer returns the server of the service's HTTP side.
+func httpServer(handler http.Handler) *http.Server {
+	return &http.Server{
+		Handler:           handler,
+		ReadHeaderTimeout: httpHeaderTimeout,
+		ReadTimeout:       httpReadTimeout,
+		WriteTimeout:      httpWriteTimeout,
+		IdleTimeout:       httpIdleTimeout,
+		MaxHeaderBytes:    httpMaxHeader,
+	}
 }

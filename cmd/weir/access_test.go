@@ -155,16 +155,20 @@ func serveSite(t *testing.T, flags accessFlags) *site {
 	s.grpc, s.http = address(listeners[0]), address(listeners[1])
 	server := newGRPCServer(logger, append(ratelimitsvc.ServerOptions(), certificates.grpcOption())...)
 	service.Register(server)
-	httpListener, httpSide := httpServer(listeners[1], service.Handler(), certificates)
-
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
-	site := together(server.serve(listeners[0]), serveHTTP(logger, httpListener, httpSide), certificates.run, service.Run)
-	running.Go(func() {
-		if err := site(ctx); err != nil {
-			t.Errorf("a part of the site ended: %v", err)
-		}
-	})
+	for _, part := range []part{
+		server.serve(listeners[0]),
+		serveHTTP(logger, certificates.over(listeners[1]), httpServer(certificates.guard(service.Handler()))),
+		certificates.run,
+		service.Run,
+	} {
+		running.Go(func() {
+			if err := part(ctx); err != nil {
+				t.Errorf("a part of the site ended: %v", err)
+			}
+		})
+	}
 	t.Cleanup(func() {
 		cancel()
 		running.Wait()

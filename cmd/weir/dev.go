@@ -72,11 +72,11 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 		return err
 	}
 	logWarnings(ctx, logger, loaded.warnings)
-	clients, err := policy.ParseClients("the clients of weir dev", []byte(devClients))
-	if err != nil {
+	if _, err := readModule(c.Module); err != nil { // Envoy runs here, so it is here
 		return err
 	}
-	if _, err := readModule(c.Module); err != nil { // Envoy runs here, so it is here
+	clients, err := policy.ParseClients("the clients of weir dev", []byte(devClients))
+	if err != nil {
 		return err
 	}
 	config, err := c.config(loaded.policies, reachable(c.GRPCListen))

@@ -67,16 +67,16 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 	if err != nil {
 		return err
 	}
+	clients, certificates, err := c.load(logger)
+	if err != nil {
+		return err
+	}
 	logWarnings(ctx, logger, loaded.warnings)
 	plane, err := c.controlPlane(ctx, logger, loaded.policies)
 	if err != nil {
 		return err
 	}
 	defer plane.Close()
-	clients, certificates, err := c.load(logger)
-	if err != nil {
-		return err
-	}
 
 	listeners, err := listenAll([]binding{
 		{flag: "--grpc-listen", address: c.GRPCListen},
@@ -282,6 +282,9 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := enrolNamed(st, config.policies, back.clock.Now()); err != nil {
+		return nil, err
+	}
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
 		Policies: config.policies,
 		Decider:  back.batcher,
@@ -295,7 +298,8 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
 	}
-	options := append(ratelimitsvc.ServerOptions(), grpc.ChainUnaryInterceptor(ofDecisions(grpcMetrics.UnaryServerInterceptor())))
+	options := append(ratelimitsvc.ServerOptions(),
+		grpc.ChainUnaryInterceptor(ofDecisions(grpcMetrics.UnaryServerInterceptor())))
 	if config.certificates != nil {
 		options = append(options, config.certificates.grpcOption())
 	}
@@ -303,6 +307,22 @@ func newServing(config servingConfig) (*serving, error) {
 	service.Register(server)
 	reflection.Register(server)
 	return &serving{servingConfig: config, backing: back, service: service, server: server}, nil
+}
+
+// enrolTimeout bounds how long it may take to make the consumers of policies known.
+const enrolTimeout = 30 * time.Second
+
+// enrolNamed makes the consumers known that the policies spell out: the quota of one that
+// is not known would be inert.
+func enrolNamed(s *store.Store, policies *policy.Set, now time.Time) error {
+	ctx, cancel := context.WithTimeout(context.Background(), enrolTimeout)
+	defer cancel()
+	var named []policy.Consumer
+	for _, domain := range policies.Domains() {
+		p, _ := policies.Domain(domain)
+		named = append(named, p.NamedConsumers()...)
+	}
+	return s.Enrol(ctx, named, now)
 }
 
 // ofDecisions leaves all calls out of an interceptor's sight but those of the rate limit
@@ -323,12 +343,11 @@ func (s *serving) serve(ctx context.Context) error {
 		servers = append(servers, s.server.serve(s.grpc))
 	}
 	if s.http != nil {
-		listener, server := httpServer(s.http, s.service.Handler(), s.certificates)
-		servers = append(servers, serveHTTP(s.logger, listener, server))
+		servers = append(servers, serveHTTP(s.logger, s.certificates.over(s.http), httpServer(s.certificates.guard(s.service.Handler()))))
 	}
-	beside := []part{s.batcher.Run, s.watch}
+	parts := []part{s.batcher.Run, s.watch}
 	if s.certificates != nil {
-		beside = append(beside, s.certificates.run)
+		parts = append(parts, s.certificates.run)
 	}
-	return runBeside(ctx, together(servers...), beside...)
+	return runBeside(ctx, together(servers...), parts...)
 }
