@@ -1042,3 +1042,32 @@ func TestP10LimiterUpdatesAreHeapOnly(t *testing.T) {
 		t.Errorf("%d rows take %d bytes", subjects, size)
 	}
 }
+
+// P08: behind pgbouncer in transaction mode, with more callers than sessions.
+func TestP08LimiterBehindPgBouncer(t *testing.T) {
+	t.Parallel()
+
+	pool := mustConnect(t, pgtest.StartPgBouncer(t, pgtest.NewDatabase(t), nil)+"&pool_max_conns=20")
+	l, _ := newLimiter(pool, PerSecond(100))
+	var allowed atomic.Int64
+	together(20, func(int) {
+		for range 10 {
+			d, err := l.TryAcquire(t.Context(), "a", 1)
+			if err != nil {
+				t.Error(err)
+			}
+			if d.Allowed {
+				allowed.Add(1)
+			}
+		}
+	})
+	if allowed.Load() != 100 {
+		t.Errorf("%d of 200 takes allowed, want 100", allowed.Load())
+	}
+	if d := mustPeek(t, l, "a"); d.Allowed {
+		t.Errorf("a peek sees %+v, want nothing left", d)
+	}
+	if err := l.Reset(t.Context(), "a"); err != nil {
+		t.Error(err)
+	}
+}
