@@ -201,10 +201,22 @@ BEGIN
         SELECT array_agg(x.i), array_agg(x.level), array_agg(x.refilled_at), array_agg(x.micros),
             array_agg(x.permits), array_agg(x.period_us), array_agg(x.burst), array_agg(x.expires_at),
             array_agg(x.refilled - x.demand), array_agg(greatest(x.refilled_at, x.instant)),
+            -- When each expires after it: see below.
+            array_agg(CASE
+                WHEN (x.capacity - x.refilled + (x.permits - 1)) / x.permits < 4503599627370496
+                    AND x.expires_at > greatest(x.refilled_at, x.instant)
+                        + (x.capacity - x.refilled + (x.permits - 1)) / x.permits * interval '1 microsecond'
+                    AND (x.demand + (x.permits - 1)) / x.permits < 4503599627370496
+                THEN x.expires_at + (x.demand + (x.permits - 1)) / x.permits * interval '1 microsecond'
+                WHEN (x.capacity - x.refilled + x.demand + (x.permits - 1)) / x.permits < 4503599627370496
+                THEN greatest(x.refilled_at, x.instant)
+                    + (x.capacity - x.refilled + x.demand + (x.permits - 1)) / x.permits * interval '1 microsecond'
+                ELSE 'infinity' END),
             ok AND count(*) = limiters AND bool_and(x.same AND x.demand <= x.refilled)
-        INTO limiter_places, v0, va0, vm0, vp0, vd0, vb0, ve0, take_levels, take_at, ok
+        INTO limiter_places, v0, va0, vm0, vp0, vd0, vb0, ve0, take_levels, take_at, ve, ok
         FROM (
             SELECT k.i, b.level, b.refilled_at, b.permits, b.period_us, b.burst, b.expires_at, k.demand, k.instant,
+                b.burst * b.period_us AS capacity,
                 (extract(epoch FROM b.refilled_at) * 1000000)::bigint AS micros,
                 b.permits = k.permits AND b.period_us = k.period AND b.burst = k.burst AS same,
                 -- The arithmetic of policy.LimiterPolicy.Level.
@@ -247,11 +259,8 @@ BEGIN
         END IF;
         IF limiters > 0 THEN
             UPDATE plexsphere.limiter_buckets AS b
-            SET level = k.level, refilled_at = k.refilled_at,
-                expires_at = CASE WHEN (b.burst * b.period_us - k.level) / b.permits < 4503599627370495
-                    THEN k.refilled_at + ((b.burst * b.period_us - k.level) / b.permits + 1) * interval '1 microsecond'
-                    ELSE 'infinity' END
-            FROM unnest(limiter_ids, take_levels, take_at) AS k (id, level, refilled_at)
+            SET level = k.level, refilled_at = k.refilled_at, expires_at = k.expires_at
+            FROM unnest(limiter_ids, take_levels, take_at, ve) AS k (id, level, refilled_at, expires_at)
             WHERE b.id = k.id;
         END IF;
         IF windows > 0 THEN
@@ -425,7 +434,7 @@ BEGIN
                 vp[i] := take_permits[k];
                 vd[i] := take_periods[k];
                 vb[i] := take_bursts[k];
-                wait := (whole - v[i]) / vp[i] + 1;
+                wait := (whole - v[i] + (vp[i] - 1)) / vp[i];
                 ve[i] := greatest(ve[i], CASE WHEN wait < 4503599627370496 THEN va[i] + wait * interval '1 microsecond' ELSE 'infinity' END);
                 adopted[i] := true;
             END IF;
@@ -468,12 +477,16 @@ BEGIN
                     vp[i] := take_permits[k];
                     vd[i] := take_periods[k];
                     vb[i] := take_bursts[k];
-                    wait := (whole - v[i]) / vp[i] + 1;
-                    -- After a change of policy the old one's expiry holds until it
-                    -- has passed.
-                    ve[i] := CASE WHEN wait < 4503599627370496 THEN va[i] + wait * interval '1 microsecond' ELSE 'infinity' END;
-                    IF adopted[i] THEN
-                        ve[i] := greatest(was_ve[k], ve[i]);
+                    wait := (whole - balance + (vp[i] - 1)) / vp[i];
+                    -- As long as another policy's expiry is later than this one's bucket
+                    -- would have been full, what is taken moves it on: else replicas on
+                    -- a larger policy would find the row swept, and a full bucket.
+                    IF wait < 4503599627370496 AND ve[i] > va[i] + wait * interval '1 microsecond' THEN
+                        wait := greatest(0, take_costs[k] * take_periods[k] + (vp[i] - 1)) / vp[i];
+                        ve[i] := CASE WHEN wait < 4503599627370496 THEN ve[i] + wait * interval '1 microsecond' ELSE 'infinity' END;
+                    ELSE
+                        wait := (whole - v[i] + (vp[i] - 1)) / vp[i];
+                        ve[i] := CASE WHEN wait < 4503599627370496 THEN va[i] + wait * interval '1 microsecond' ELSE 'infinity' END;
                     END IF;
                 END IF;
             END IF;
