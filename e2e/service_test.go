@@ -231,9 +231,7 @@ func TestC07RefundIsSeenByAllReplicas(t *testing.T) {
 	c := newCounterService(t, text)
 	other := *c
 	other.batcher = store.NewBatcher(c.store, store.BatcherConfig{})
-	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	go func() { _ = other.batcher.Run(ctx) }()
+	go func() { _ = other.batcher.Run(t.Context()) }()
 	other.apply(text)
 
 	c.want("OK: OK 0", hits(1, "a=1"))

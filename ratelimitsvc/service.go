@@ -89,6 +89,10 @@ type Config struct {
 	Clients *policy.Clients
 	// History takes note of decisions about quotas. Nil keeps none.
 	History Recorder
+	// Enrol makes consumers known to the store; [Service.Run] calls it for those that
+	// the policies name. Nil leaves that to others: the quota of one that the store
+	// does not know is inert.
+	Enrol func(ctx context.Context, consumers []policy.Consumer, now time.Time) error
 }
 
 func (c Config) validate() error {
@@ -115,8 +119,9 @@ type Service struct {
 	health  *health.Server
 	healthy atomic.Bool
 
-	undecided, rejected, inert sampler
-	overflowed                 sync.Map // domains whose overflow was told of
+	unenrolled                            atomic.Bool // a named consumer may be unknown to the store
+	undecided, rejected, inert, enrolling sampler
+	overflowed                            sync.Map // domains whose overflow was told of
 }
 
 // New returns a service. The error names the fields of config that are missing, or a
@@ -135,6 +140,7 @@ func New(config Config) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{config: config, metrics: m, usage: usage, health: health.NewServer()}
+	s.unenrolled.Store(true)
 	s.setHealthy(false)
 	return s, nil
 }
@@ -151,11 +157,14 @@ const healthName = "ratelimit"
 const (
 	healthInterval = time.Second
 	healthTimeout  = time.Second
+	enrolTimeout   = 10 * time.Second
 )
 
 // Run keeps the health answers and the usage gauges true until ctx ends, asking the store
 // once a second whether it answers and every 15 seconds for the usage. The service is
-// unhealthy until the first answer, and again after Run returns.
+// unhealthy until the first answer, and again after Run returns. Before it is healthy, the
+// consumers that the policies name are enrolled; and again whenever the store turns out
+// not to know one.
 func (s *Service) Run(ctx context.Context) error {
 	var gauges sync.WaitGroup
 	defer gauges.Wait()
@@ -186,6 +195,9 @@ func (s *Service) checkHealth(ctx context.Context) {
 	if ctx.Err() != nil {
 		return // which says nothing of the store
 	}
+	if err == nil && s.unenrolled.Load() {
+		s.enrol(ctx)
+	}
 	if was := s.healthy.Load(); was != (err == nil) {
 		if err == nil {
 			s.config.Logger.LogAttrs(ctx, slog.LevelInfo, "the store answers")
@@ -194,6 +206,35 @@ func (s *Service) checkHealth(ctx context.Context) {
 		}
 	}
 	s.setHealthy(err == nil)
+}
+
+// enrol makes all consumers known that the policies name. That it fails makes nobody
+// unhealthy, as only their quotas wait for it: the next check tries again.
+func (s *Service) enrol(ctx context.Context) {
+	if s.config.Enrol == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, enrolTimeout)
+	defer cancel()
+	s.unenrolled.Store(false) // before, so that what is found out meanwhile counts
+	var named []policy.Consumer
+	for _, domain := range s.config.Policies.Domains() {
+		p, _ := s.config.Policies.Domain(domain)
+		named = append(named, p.NamedConsumers()...)
+	}
+	if len(named) == 0 {
+		return
+	}
+	now := s.config.Now()
+	err := s.config.Enrol(ctx, named, now)
+	if err == nil {
+		return
+	}
+	s.unenrolled.Store(true)
+	if suppressed, ok := s.enrolling.allow(now); ok {
+		s.config.Logger.LogAttrs(ctx, slog.LevelWarn, "enrolling the consumers that the policies name",
+			slog.Any("err", err), slog.Int64("suppressed", suppressed))
+	}
 }
 
 func (s *Service) setHealthy(healthy bool) {
@@ -267,6 +308,7 @@ func (s *Service) observeQuotas(ctx context.Context, p *plan, v *policy.Verdict)
 		if state.Unknown {
 			s.metrics.inert.WithLabelValues(p.domain).Inc()
 			s.logInert(ctx, now, debit.Consumer)
+			s.unenrolled.Store(true)
 			continue
 		}
 		if state.Overflow {

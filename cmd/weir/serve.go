@@ -294,6 +294,7 @@ func newServing(config servingConfig) (*serving, error) {
 		Logger:   config.logger,
 		Registry: registry,
 		Clients:  config.clients,
+		Enrol:    st.Enrol,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
