@@ -327,8 +327,8 @@ func TestRunReadsUsage(t *testing.T) {
 	}
 }
 
-// The consumers that the policies name are known before the service is healthy, and again
-// when the store has forgotten one; a failure is tried again, and no reason to be unhealthy.
+// The consumers that the policies name are enrolled, and again
+// when the store has forgotten one; a failure is tried again, and is no reason to be unhealthy.
 func TestEnrolment(t *testing.T) {
 	t.Parallel()
 

@@ -39,6 +39,7 @@ package ratelimitsvc
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -89,8 +90,8 @@ type Config struct {
 	Clients *policy.Clients
 	// History takes note of decisions about quotas. Nil keeps none.
 	History Recorder
-	// Enrol makes consumers known to the store; [Service.Run] calls it for those that
-	// the policies name. Nil leaves that to others: the quota of one that the store
+	// Enrol makes consumers known to the store; [Service.EnrolNamed] calls it for those
+	// that the policies name. Nil leaves that to others: the quota of one that the store
 	// does not know is inert.
 	Enrol func(ctx context.Context, consumers []policy.Consumer, now time.Time) error
 }
@@ -162,9 +163,8 @@ const (
 
 // Run keeps the health answers and the usage gauges true until ctx ends, asking the store
 // once a second whether it answers and every 15 seconds for the usage. The service is
-// unhealthy until the first answer, and again after Run returns. Before it is healthy, the
-// consumers that the policies name are enrolled; and again whenever the store turns out
-// not to know one.
+// unhealthy until the first answer, and again after Run returns. When the store turns out
+// not to know a consumer that a policy names, it is enrolled.
 func (s *Service) Run(ctx context.Context) error {
 	var gauges sync.WaitGroup
 	defer gauges.Wait()
@@ -196,7 +196,7 @@ func (s *Service) checkHealth(ctx context.Context) {
 		return // which says nothing of the store
 	}
 	if err == nil && s.unenrolled.Load() {
-		s.enrol(ctx)
+		s.enrolAgain(ctx)
 	}
 	if was := s.healthy.Load(); was != (err == nil) {
 		if err == nil {
@@ -208,14 +208,12 @@ func (s *Service) checkHealth(ctx context.Context) {
 	s.setHealthy(err == nil)
 }
 
-// enrol makes all consumers known that the policies name. That it fails makes nobody
-// unhealthy, as only their quotas wait for it: the next check tries again.
-func (s *Service) enrol(ctx context.Context) {
+// EnrolNamed makes all consumers known that the policies name, so that their quotas are not
+// inert. Whoever serves calls it first; Run does it again when the store has forgotten one.
+func (s *Service) EnrolNamed(ctx context.Context) error {
 	if s.config.Enrol == nil {
-		return
+		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, enrolTimeout)
-	defer cancel()
 	s.unenrolled.Store(false) // before, so that what is found out meanwhile counts
 	var named []policy.Consumer
 	for _, domain := range s.config.Policies.Domains() {
@@ -223,17 +221,26 @@ func (s *Service) enrol(ctx context.Context) {
 		named = append(named, p.NamedConsumers()...)
 	}
 	if len(named) == 0 {
-		return
+		return nil
 	}
-	now := s.config.Now()
-	err := s.config.Enrol(ctx, named, now)
+	if err := s.config.Enrol(ctx, named, s.config.Now()); err != nil {
+		s.unenrolled.Store(true)
+		return fmt.Errorf("enrolling the consumers that the policies name: %w", err)
+	}
+	return nil
+}
+
+// enrolAgain is EnrolNamed in the background. That it fails makes nobody unhealthy, as only
+// some quotas wait for it: the next check tries again.
+func (s *Service) enrolAgain(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, enrolTimeout)
+	defer cancel()
+	err := s.EnrolNamed(ctx)
 	if err == nil {
 		return
 	}
-	s.unenrolled.Store(true)
-	if suppressed, ok := s.enrolling.allow(now); ok {
-		s.config.Logger.LogAttrs(ctx, slog.LevelWarn, "enrolling the consumers that the policies name",
-			slog.Any("err", err), slog.Int64("suppressed", suppressed))
+	if suppressed, ok := s.enrolling.allow(s.config.Now()); ok {
+		s.config.Logger.LogAttrs(ctx, slog.LevelWarn, "quotas are inert", slog.Any("err", err), slog.Int64("suppressed", suppressed))
 	}
 }
 
