@@ -46,7 +46,7 @@ func TestServeWithCertificates(t *testing.T) {
 	var log logBuffer
 	showOnFailure(t, "weir serve", &log)
 	command := exec.Command(weirBinary(t), "serve",
-		write("policy.yaml", []byte("domain: test\ndescriptors:\n  - {key: a, quota: {daily: 10}}\n")),
+		write("policy.yaml", []byte("domain: test\ndescriptors:\n  - {key: a, quota: {daily: 10}}\n  - {key: a, value: named, quota: {daily: 1}}\n")),
 		"--database-url", pgtest.NewDatabase(t),
 		"--grpc-listen", grpcAddress, "--http-listen", httpAddress, "--xds-listen", "",
 		"--clients", write("clients.yaml", []byte("clients:\n  - {san: spiffe://mesh/envoy, refunds: true}\n  - {san: spiffe://mesh/other}\n")),
@@ -115,6 +115,25 @@ func TestServeWithCertificates(t *testing.T) {
 		if _, err := ask(test.config, "", test.cost); status.Code(err) != test.want {
 			t.Errorf("%s: %v, want %v", name, err, test.want)
 		}
+	}
+
+	// A consumer that the policy names was enrolled when it loaded.
+	named := func() rlsv3.RateLimitResponse_Code {
+		conn, err := grpc.NewClient(grpcAddress, grpc.WithTransportCredentials(credentials.NewTLS(mesh)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		req := &rlsv3.RateLimitRequest{Domain: "test"}
+		req.Descriptors = append(req.Descriptors, hits(1, "a=named"))
+		response, err := rlsv3.NewRateLimitServiceClient(conn).ShouldRateLimit(t.Context(), req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return response.GetOverallCode()
+	}
+	if first, second := named(), named(); first != rlsv3.RateLimitResponse_OK || second != rlsv3.RateLimitResponse_OVER_LIMIT {
+		t.Errorf("two requests of 1 a day: %v, %v", first, second)
 	}
 
 	const body = `{"domain": "test", "descriptors": [{"entries": [{"key": "a", "value": "1"}], "hitsAddend": "7"}]}`

@@ -18,6 +18,9 @@ var (
 // RefreshUsage reads the usage for the gauges once.
 func (s *Service) RefreshUsage(ctx context.Context) { s.refreshUsage(ctx) }
 
+// CheckHealth is what Run does once a second.
+func (s *Service) CheckHealth(ctx context.Context) { s.checkHealth(ctx) }
+
 // MinReceipt and MaxReceipt bound the instants of receipts.
 func MinReceipt() time.Time { return time.UnixMicro(minReceipt) }
 func MaxReceipt() time.Time { return time.UnixMicro(maxReceipt) }

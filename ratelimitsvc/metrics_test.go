@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"log/slog"
+	"net/http"
 	"strings"
 	"sync"
 	"testing"
@@ -324,4 +325,48 @@ func TestRunReadsUsage(t *testing.T) {
 	if err := <-done; err != nil {
 		t.Error(err)
 	}
+}
+
+// The consumers that the policies name are enrolled, and again
+// when the store has forgotten one; a failure is tried again, and is no reason to be unhealthy.
+func TestEnrolment(t *testing.T) {
+	t.Parallel()
+
+	var mu sync.Mutex
+	var enrolled []string
+	failures := 1
+	s := &store{}
+	service := newService(t, s, quotaPolicy, func(c *ratelimitsvc.Config) {
+		c.Enrol = func(_ context.Context, consumers []policy.Consumer, _ time.Time) error {
+			mu.Lock()
+			defer mu.Unlock()
+			if failures > 0 {
+				failures--
+				return errDown
+			}
+			for _, consumer := range consumers {
+				enrolled = append(enrolled, consumer.Entries[0].Value)
+			}
+			return nil
+		}
+	})
+	check := func(want string) {
+		t.Helper()
+		service.CheckHealth(t.Context())
+		if code, _ := get(t, service, "/healthcheck"); code != http.StatusOK {
+			t.Errorf("GET /healthcheck = %d", code)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if got := strings.Join(enrolled, " "); got != want {
+			t.Errorf("enrolled %q, want %q", got, want)
+		}
+	}
+	check("") // it failed
+	check("alice bob")
+	check("alice bob") // and not at each check
+	s.verdict = policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{{Unknown: true}}}
+	ask(t, service, request(1, "consumer=alice"))
+	check("alice bob alice bob")
+	check("alice bob alice bob")
 }

@@ -69,10 +69,10 @@ func parseReceipt(domain, text string) (time.Time, error) {
 func receiptSum(body []byte, domain string) uint32 {
 	sum := ^uint32(0)
 	for _, c := range body {
-		sum = receiptTable[byte(sum)^c] ^ sum>>8 //nolint:gosec // the lowest byte is meant
+		sum = receiptTable[sum&0xff^uint32(c)] ^ sum>>8
 	}
 	for i := range len(domain) {
-		sum = receiptTable[byte(sum)^domain[i]] ^ sum>>8 //nolint:gosec // the same
+		sum = receiptTable[sum&0xff^uint32(domain[i])] ^ sum>>8
 	}
 	return ^sum
 }

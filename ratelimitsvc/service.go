@@ -39,6 +39,7 @@ package ratelimitsvc
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -89,6 +90,10 @@ type Config struct {
 	Clients *policy.Clients
 	// History takes note of decisions about quotas. Nil keeps none.
 	History Recorder
+	// Enrol makes consumers known to the store; [Service.EnrolNamed] calls it for those
+	// that the policies name. Nil leaves that to others: the quota of one that the store
+	// does not know is inert.
+	Enrol func(ctx context.Context, consumers []policy.Consumer, now time.Time) error
 }
 
 func (c Config) validate() error {
@@ -115,8 +120,9 @@ type Service struct {
 	health  *health.Server
 	healthy atomic.Bool
 
-	undecided, rejected, inert sampler
-	overflowed                 sync.Map // domains whose overflow was told of
+	unenrolled                            atomic.Bool // a named consumer may be unknown to the store
+	undecided, rejected, inert, enrolling sampler
+	overflowed                            sync.Map // domains whose overflow was told of
 }
 
 // New returns a service. The error names the fields of config that are missing, or a
@@ -135,6 +141,7 @@ func New(config Config) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{config: config, metrics: m, usage: usage, health: health.NewServer()}
+	s.unenrolled.Store(true)
 	s.setHealthy(false)
 	return s, nil
 }
@@ -151,11 +158,13 @@ const healthName = "ratelimit"
 const (
 	healthInterval = time.Second
 	healthTimeout  = time.Second
+	enrolTimeout   = 10 * time.Second
 )
 
 // Run keeps the health answers and the usage gauges true until ctx ends, asking the store
 // once a second whether it answers and every 15 seconds for the usage. The service is
-// unhealthy until the first answer, and again after Run returns.
+// unhealthy until the first answer, and again after Run returns. When the store turns out
+// not to know a consumer that a policy names, it is enrolled.
 func (s *Service) Run(ctx context.Context) error {
 	var gauges sync.WaitGroup
 	defer gauges.Wait()
@@ -186,6 +195,9 @@ func (s *Service) checkHealth(ctx context.Context) {
 	if ctx.Err() != nil {
 		return // which says nothing of the store
 	}
+	if err == nil && s.unenrolled.Load() {
+		s.enrolAgain(ctx)
+	}
 	if was := s.healthy.Load(); was != (err == nil) {
 		if err == nil {
 			s.config.Logger.LogAttrs(ctx, slog.LevelInfo, "the store answers")
@@ -194,6 +206,42 @@ func (s *Service) checkHealth(ctx context.Context) {
 		}
 	}
 	s.setHealthy(err == nil)
+}
+
+// EnrolNamed makes all consumers known that the policies name, so that their quotas are not
+// inert. Whoever serves calls it first; Run does it again when the store has forgotten one.
+func (s *Service) EnrolNamed(ctx context.Context) error {
+	if s.config.Enrol == nil {
+		return nil
+	}
+	s.unenrolled.Store(false) // before, so that what is found out meanwhile counts
+	var named []policy.Consumer
+	for _, domain := range s.config.Policies.Domains() {
+		p, _ := s.config.Policies.Domain(domain)
+		named = append(named, p.NamedConsumers()...)
+	}
+	if len(named) == 0 {
+		return nil
+	}
+	if err := s.config.Enrol(ctx, named, s.config.Now()); err != nil {
+		s.unenrolled.Store(true)
+		return fmt.Errorf("enrolling the consumers that the policies name: %w", err)
+	}
+	return nil
+}
+
+// enrolAgain is EnrolNamed in the background. That it fails makes nobody unhealthy, as only
+// some quotas wait for it: the next check tries again.
+func (s *Service) enrolAgain(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, enrolTimeout)
+	defer cancel()
+	err := s.EnrolNamed(ctx)
+	if err == nil {
+		return
+	}
+	if suppressed, ok := s.enrolling.allow(s.config.Now()); ok {
+		s.config.Logger.LogAttrs(ctx, slog.LevelWarn, "quotas are inert", slog.Any("err", err), slog.Int64("suppressed", suppressed))
+	}
 }
 
 func (s *Service) setHealthy(healthy bool) {
@@ -267,6 +315,7 @@ func (s *Service) observeQuotas(ctx context.Context, p *plan, v *policy.Verdict)
 		if state.Unknown {
 			s.metrics.inert.WithLabelValues(p.domain).Inc()
 			s.logInert(ctx, now, debit.Consumer)
+			s.unenrolled.Store(true)
 			continue
 		}
 		if state.Overflow {

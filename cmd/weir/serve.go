@@ -282,9 +282,6 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := enrolNamed(st, config.policies, back.clock.Now()); err != nil {
-		return nil, err
-	}
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
 		Policies: config.policies,
 		Decider:  back.batcher,
@@ -294,9 +291,15 @@ func newServing(config servingConfig) (*serving, error) {
 		Logger:   config.logger,
 		Registry: registry,
 		Clients:  config.clients,
+		Enrol:    st.Enrol,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("building the service: %w", err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), enrolTimeout)
+	defer cancel()
+	if err := service.EnrolNamed(ctx); err != nil {
+		return nil, err
 	}
 	options := append(ratelimitsvc.ServerOptions(),
 		grpc.ChainUnaryInterceptor(ofDecisions(grpcMetrics.UnaryServerInterceptor())))
@@ -311,19 +314,6 @@ func newServing(config servingConfig) (*serving, error) {
 
 // enrolTimeout bounds how long it may take to make the consumers of policies known.
 const enrolTimeout = 30 * time.Second
-
-// enrolNamed makes the consumers known that the policies spell out: the quota of one that
-// is not known would be inert.
-func enrolNamed(s *store.Store, policies *policy.Set, now time.Time) error {
-	ctx, cancel := context.WithTimeout(context.Background(), enrolTimeout)
-	defer cancel()
-	var named []policy.Consumer
-	for _, domain := range policies.Domains() {
-		p, _ := policies.Domain(domain)
-		named = append(named, p.NamedConsumers()...)
-	}
-	return s.Enrol(ctx, named, now)
-}
 
 // ofDecisions leaves all calls out of an interceptor's sight but those of the rate limit
 // protocol.
