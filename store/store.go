@@ -74,7 +74,7 @@ type Store struct {
 
 // queries are the statements, for the store's schema.
 type queries struct {
-	take, deleteIdle, deleteExpired, decide, decideAgain, used, consumers, enrol string
+	take, deleteIdle, deleteExpired, decide, decideAgain, decideOne, used, consumers, enrol string
 }
 
 // NewStore returns a store on the schema [DefaultSchema]. It panics when db is nil.
@@ -92,6 +92,7 @@ func NewStoreIn(db DBTX, schema string) *Store {
 		deleteExpired: inSchema(deleteExpiredSQL, schema),
 		decide:        inSchema(decideSQL, schema),
 		decideAgain:   inSchema(decideAgainSQL, schema),
+		decideOne:     inSchema(decideOneSQL, schema),
 		used:          inSchema(usedSQL, schema),
 		consumers:     inSchema(consumersSQL, schema),
 		enrol:         inSchema(enrolSQL, schema),

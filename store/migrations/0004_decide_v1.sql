@@ -795,5 +795,44 @@ $$;
 COMMENT ON FUNCTION plexsphere.decide_v1 IS
     'Decides a batch of requests in arrival order: each one''s rate budgets, limiters and windows are charged or none, except that a quota denied by a later window stays spent in its earlier ones.';
 
+-- A lone request for one rate budget, which is most of what an idle replica meets: what
+-- decide_v1 would do, at half the price. The cost is above 0 and not above the burst.
+-- +goose StatementBegin
+CREATE FUNCTION plexsphere.decide_one_v1(
+    of_scope   text,
+    of_key     uuid,
+    cost       float8,
+    rate       float8,
+    burst      float8,
+    instant    timestamptz,
+    OUT covered     boolean,
+    OUT tokens_left float8,
+    OUT tokens_at   timestamptz
+) LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    -- Two that take from one bucket wait for each other here, and the second sees what
+    -- the first has left. The arithmetic is that of policy.Budget.Level, in its order.
+    INSERT INTO plexsphere.rate_budgets AS b (scope, bucket_key, tokens, refilled_at)
+    VALUES (of_scope, of_key, burst - cost, instant)
+    ON CONFLICT (scope, bucket_key) DO UPDATE SET
+        tokens = least(burst, b.tokens + greatest(0, date_part('epoch', instant - b.refilled_at)) * rate) - cost,
+        refilled_at = greatest(b.refilled_at, instant)
+    WHERE cost <= least(burst, b.tokens + greatest(0, date_part('epoch', instant - b.refilled_at)) * rate)
+    RETURNING true, tokens, refilled_at INTO covered, tokens_left, tokens_at;
+    IF covered IS NULL THEN
+        -- The row is locked by now, also by a refusal.
+        covered := false;
+        SELECT b.tokens, b.refilled_at INTO tokens_left, tokens_at
+        FROM plexsphere.rate_budgets AS b
+        WHERE b.scope = of_scope AND b.bucket_key = of_key;
+    END IF;
+END
+$$;
+-- +goose StatementEnd
+
+COMMENT ON FUNCTION plexsphere.decide_one_v1 IS
+    'Decides a lone request for one rate budget, as decide_v1 would.';
+
 -- +goose Down
+DROP FUNCTION plexsphere.decide_one_v1;
 DROP FUNCTION plexsphere.decide_v1;
