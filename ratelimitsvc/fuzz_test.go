@@ -163,6 +163,8 @@ func FuzzMessage(f *testing.F) {
 	override(own.GetDescriptors()[1], 5, 99)
 	add(own)
 	f.Add([]byte("\x0a\x04test\x12\x0d\x0a\x0b\x0a\x06caller\x12\x01\xff"), uint64(3))
+	// Large enough for its lists to be cut.
+	f.Add([]byte("\x0a\x04test"+strings.Repeat("\x12\x02\x0a\x00", 5000)), uint64(4))
 	services := fuzzed(f)
 	f.Fuzz(func(t *testing.T, message []byte, seed uint64) {
 		req := &rlsv3.RateLimitRequest{}

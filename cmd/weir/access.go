@@ -113,23 +113,27 @@ func (c *certificates) reload(now time.Time) (err error) {
 			c.fault = err.Error()
 		}
 	}()
-	var contents [3][]byte
-	flags := [3]string{"--tls-cert", "--tls-key", "--tls-client-ca"}
-	for i, path := range [3]string{c.files.TLSCert, c.files.TLSKey, c.files.TLSClientCA} {
-		if path == "" {
-			continue
-		}
-		if contents[i], err = os.ReadFile(path); err != nil { //nolint:gosec // the operator names the file
-			return fmt.Errorf("%s: %w", flags[i], err)
-		}
+	contents, err := c.files.read()
+	if err != nil {
+		return err
 	}
 	if c.fault == "" && c.current.Load() != nil && same(contents, c.tried) {
 		return nil
 	}
+	// Files that are exchanged while they are read give a new certificate with an old key.
+	// So what is new counts once it reads the same again.
+	for range 3 {
+		again, err := c.files.read()
+		if err != nil {
+			return err
+		}
+		if same(contents, again) {
+			break
+		}
+		contents = again
+	}
 	c.tried = contents
 	m := &keyMaterial{}
-	// A certificate and a key of which only one is new yet do not match; the next look
-	// finds both.
 	if m.certificate, err = tls.X509KeyPair(contents[0], contents[1]); err != nil {
 		return fmt.Errorf("--tls-cert, --tls-key: %w", err)
 	}
@@ -144,6 +148,20 @@ func (c *certificates) reload(now time.Time) (err error) {
 	}
 	c.current.Store(m)
 	return nil
+}
+
+// read returns what the files for TLS hold, nil for those that no flag names.
+func (f accessFlags) read() (contents [3][]byte, err error) {
+	flags := [3]string{"--tls-cert", "--tls-key", "--tls-client-ca"}
+	for i, path := range [3]string{f.TLSCert, f.TLSKey, f.TLSClientCA} {
+		if path == "" {
+			continue
+		}
+		if contents[i], err = os.ReadFile(path); err != nil { //nolint:gosec // the operator names the file
+			return contents, fmt.Errorf("%s: %w", flags[i], err)
+		}
+	}
+	return contents, nil
 }
 
 func same(a, b [3][]byte) bool {
