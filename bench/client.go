@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,24 +14,27 @@ import (
 
 	ratelimitv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
 	"github.com/weir-dev/weir/policy"
+	"github.com/weir-dev/weir/store"
 )
 
-// A column is one way to ask one server.
+// A column is one way to ask, and what for.
 type column struct {
 	name    string
 	base    string // the column that its rate is compared with
-	address string
 	callers int
-	// request makes the n-th request of a caller.
-	request func(caller, n int) *rlsv3.RateLimitRequest
-	// refused is the least share of refusals that makes the column what it says.
-	refused float64
+	refused float64 // the least share of refusals that makes the column what it says
+	// open connects; call makes the n-th request of a caller, and tells whether it was
+	// refused.
+	open func(ctx context.Context) (call asking, done func(), err error)
 }
+
+type asking func(ctx context.Context, caller, n int) (refused bool, err error)
 
 // connections and callers are those of an Envoy or a few, busy.
 const (
@@ -38,44 +42,111 @@ const (
 	callers     = 64
 )
 
-func columnsOf(o options, null, weir string) []column {
-	spread := func(keys ...string) func(caller, n int) *rlsv3.RateLimitRequest {
+// addresses are where the servers are.
+type addresses struct {
+	null, weir string
+	rows       map[int]string // Weir on tables of so many buckets
+}
+
+func columnsOf(o options, at addresses) []column {
+	spread := func(keys int, names ...string) func(caller, n int) *rlsv3.RateLimitRequest {
 		return func(caller, n int) *rlsv3.RateLimitRequest {
-			return request((caller*7919+n)%o.keys, keys...)
+			return request((caller*7919+n*104729)%keys, names...)
 		}
 	}
-	hot := func(int, int) *rlsv3.RateLimitRequest { return request(0, "node") }
 	columns := []column{
-		{name: "null", base: "null", address: null, callers: callers, request: spread("node")},
-		{name: "exact", base: "null", address: weir, callers: callers, request: spread("node")},
-		{name: "exact_hot", base: "null", address: weir, callers: callers, request: hot},
-		{name: "exact_4desc", base: "null", address: weir, callers: callers, request: spread("node", "domain", "reads", "issued")},
+		{name: "null", base: "null", callers: callers, open: asks(at.null, spread(o.keys, "node"))},
+		{name: "exact", base: "null", callers: callers, open: asks(at.weir, spread(o.keys, "node"))},
+		{name: "exact_hot", base: "null", callers: callers, open: asks(at.weir, spread(1, "node"))},
+		{name: "exact_4desc", base: "null", callers: callers, open: asks(at.weir, spread(o.keys, "node", "domain", "reads", "issued"))},
 		{
-			name: "refused", base: "null", address: weir, callers: callers, refused: 0.85,
-			request: func(caller, n int) *rlsv3.RateLimitRequest {
+			name: "refused", base: "null", callers: callers, refused: 0.85,
+			open: asks(at.weir, func(caller, n int) *rlsv3.RateLimitRequest {
 				if n%10 == 0 {
 					return request((caller*7919+n)%o.keys, "node")
 				}
 				return request(n%16, "tight")
-			},
+			}),
 		},
-		{name: "null_one", base: "null_one", address: null, callers: 1, request: spread("node")},
-		{name: "exact_one", base: "null_one", address: weir, callers: 1, request: spread("node")},
+		{name: "take", base: "null", callers: 16, open: takes(o)},
+		{name: "null_one", base: "null_one", callers: 1, open: asks(at.null, spread(o.keys, "node"))},
+		{name: "exact_one", base: "null_one", callers: 1, open: asks(at.weir, spread(o.keys, "node"))},
+		{name: "take_one", base: "null_one", callers: 1, open: takes(o)},
+	}
+	for _, rows := range slices.Sorted(maps.Keys(at.rows)) {
+		columns = append(columns, column{
+			name: "rows_" + strconv.Itoa(rows), base: "null", callers: callers, open: asks(at.rows[rows], spread(rows, "node")),
+		})
 	}
 	if o.peer != "" {
-		columns = append(columns, column{name: "peer", base: "null", address: o.peer, callers: callers, request: spread("node")})
+		columns = append(columns, column{name: "peer", base: "null", callers: callers, open: asks(o.peer, spread(o.keys, "node"))})
 	}
 	return columns
 }
 
-// request asks for one unit of each key's budget.
-func request(n int, keys ...string) *rlsv3.RateLimitRequest {
+// asks is the rate limit protocol, over a few connections.
+func asks(address string, request func(caller, n int) *rlsv3.RateLimitRequest) func(ctx context.Context) (asking, func(), error) {
+	return func(ctx context.Context) (asking, func(), error) {
+		var conns []*grpc.ClientConn
+		done := func() {
+			for _, conn := range conns {
+				_ = conn.Close() // nothing is left to lose
+			}
+		}
+		clients := make([]rlsv3.RateLimitServiceClient, connections)
+		for i := range clients {
+			conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+			if err != nil {
+				return nil, done, err
+			}
+			conns = append(conns, conn)
+			clients[i] = rlsv3.NewRateLimitServiceClient(conn)
+			if _, err := clients[i].ShouldRateLimit(ctx, request(0, 0)); err != nil {
+				return nil, done, err
+			}
+		}
+		return func(ctx context.Context, caller, n int) (bool, error) {
+			answer, err := clients[caller%len(clients)].ShouldRateLimit(ctx, request(caller, n))
+			return answer.GetOverallCode() == rlsv3.RateLimitResponse_OVER_LIMIT, err
+		}, done, nil
+	}
+}
+
+// takes is the statement of a take alone, a connection for each caller: the floor under
+// what is decided one by one.
+func takes(o options) func(ctx context.Context) (asking, func(), error) {
+	return func(ctx context.Context) (asking, func(), error) {
+		config, err := store.PoolConfig(o.database)
+		if err != nil {
+			return nil, func() {}, err
+		}
+		config.MaxConns = 16
+		pool, err := pgxpool.NewWithConfig(ctx, config)
+		if err != nil {
+			return nil, func() {}, err
+		}
+		s := store.NewStoreIn(pool, o.schema)
+		budget := policy.Budget{PerSecond: 1 << 30, Burst: 1 << 40}
+		return func(ctx context.Context, caller, n int) (bool, error) {
+			covered, err := s.Take(ctx, policy.ScopeIngestNode, keyOf((caller*7919+n)%o.keys), 1, budget, time.Now())
+			return !covered, err
+		}, pool.Close, nil
+	}
+}
+
+// keyOf is the n-th bucket; fill makes the same.
+func keyOf(n int) policy.BucketKey {
 	var id policy.BucketKey
 	binary.BigEndian.PutUint64(id[8:], uint64(n)+1) //nolint:gosec // n counts from 0
+	return id
+}
+
+// request asks for one unit of each key's budget.
+func request(n int, keys ...string) *rlsv3.RateLimitRequest {
 	req := &rlsv3.RateLimitRequest{Domain: "bench"}
 	for _, key := range keys {
 		req.Descriptors = append(req.Descriptors, &ratelimitv3.RateLimitDescriptor{
-			Entries: []*ratelimitv3.RateLimitDescriptor_Entry{{Key: key, Value: id.String()}},
+			Entries: []*ratelimitv3.RateLimitDescriptor_Entry{{Key: key, Value: keyOf(n).String()}},
 		})
 	}
 	return req
@@ -84,17 +155,10 @@ func request(n int, keys ...string) *rlsv3.RateLimitRequest {
 // measure runs the column for a time: each caller asks, waits for the answer and asks
 // again.
 func (c column) measure(ctx context.Context, duration time.Duration) (figure, error) {
-	clients := make([]rlsv3.RateLimitServiceClient, min(connections, c.callers))
-	for i := range clients {
-		conn, err := grpc.NewClient(c.address, grpc.WithTransportCredentials(insecure.NewCredentials()))
-		if err != nil {
-			return figure{}, err
-		}
-		defer func() { _ = conn.Close() }()
-		clients[i] = rlsv3.NewRateLimitServiceClient(conn)
-		if _, err := clients[i].ShouldRateLimit(ctx, c.request(0, 0)); err != nil {
-			return figure{}, err
-		}
+	call, done, err := c.open(ctx)
+	defer done()
+	if err != nil {
+		return figure{}, err
 	}
 	latencies := make([][]time.Duration, c.callers)
 	refusals := make([]int, c.callers)
@@ -106,18 +170,17 @@ func (c column) measure(ctx context.Context, duration time.Duration) (figure, er
 	var group errgroup.Group
 	for caller := range c.callers {
 		group.Go(func() error {
-			client := clients[caller%len(clients)]
 			for n := 0; ctx.Err() == nil; n++ {
 				asked := time.Now()
 				if asked.Sub(start) >= duration {
 					return nil
 				}
-				response, err := client.ShouldRateLimit(ctx, c.request(caller, n))
+				refused, err := call(ctx, caller, n)
 				if err != nil {
 					return err
 				}
 				latencies[caller] = append(latencies[caller], time.Since(asked))
-				if response.GetOverallCode() != rlsv3.RateLimitResponse_OK {
+				if refused {
 					refusals[caller]++
 				}
 			}

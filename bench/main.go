@@ -17,15 +17,16 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/weir-dev/weir/internal/pgtest"
 	"github.com/weir-dev/weir/store"
 )
-
-const schema = "plexsphere"
 
 func main() {
 	if pgtest.RunChild() {
@@ -50,6 +51,9 @@ type options struct {
 	seconds  time.Duration
 	keys     int
 	only     string
+	rows     string
+	schema   string
+	answer   string // what the null server answers, in base64
 }
 
 func run(ctx context.Context, args []string, stdout io.Writer) error {
@@ -62,6 +66,9 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 	flags.IntVar(&o.rounds, "rounds", 5, "rounds of each column, 1 to 100")
 	flags.DurationVar(&o.seconds, "time", 2*time.Second, "time of a column in a round, up to 1m")
 	flags.IntVar(&o.keys, "keys", 1000, "distinct keys, at least 1")
+	flags.StringVar(&o.rows, "rows", "10000,100000,1000000,10000000", "tables of so many buckets, separated by commas, each as one more column; empty for none")
+	flags.StringVar(&o.schema, "schema", "plexsphere", "the schema of Weir's tables; for its own children")
+	flags.StringVar(&o.answer, "answer", "", "what the null server answers; for its own children")
 	flags.StringVar(&o.only, "only", "", "the columns to run, separated by commas; all by default")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -73,9 +80,9 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 	case "":
 		return measureAll(ctx, o, stdout)
 	case "null":
-		return serveNull(ctx, stdout)
+		return serveNull(ctx, o, stdout)
 	case "weir":
-		return serveWeir(ctx, o.database, stdout)
+		return serveWeir(ctx, o, stdout)
 	}
 	return fmt.Errorf("no role %q", o.role)
 }
@@ -90,7 +97,15 @@ func measureAll(ctx context.Context, o options, stdout io.Writer) error {
 		defer func() { _ = server.Stop() }() // the figures are taken
 		o.database = server.DSN("postgres")
 	}
-	if err := store.Migrate(ctx, o.database, schema); err != nil {
+	if err := store.Migrate(ctx, o.database, o.schema); err != nil {
+		return err
+	}
+	weir, err := startServer("weir", o)
+	if err != nil {
+		return err
+	}
+	defer weir.stop()
+	if o.answer, err = capture(ctx, weir.address); err != nil {
 		return err
 	}
 	null, err := startServer("null", o)
@@ -98,13 +113,21 @@ func measureAll(ctx context.Context, o options, stdout io.Writer) error {
 		return err
 	}
 	defer null.stop()
-	weir, err := startServer("weir", o)
+	at := addresses{null: null.address, weir: weir.address, rows: map[int]string{}}
+	tables, err := rowsOf(o.rows)
 	if err != nil {
 		return err
 	}
-	defer weir.stop()
+	for _, rows := range tables {
+		server, err := startFilled(ctx, o, rows, stdout)
+		if err != nil {
+			return err
+		}
+		defer server.stop()
+		at.rows[rows] = server.address
+	}
 
-	columns := columnsOf(o, null.address, weir.address)
+	columns := columnsOf(o, at)
 	if o.only != "" {
 		only := strings.Split(o.only, ",")
 		columns = slices.DeleteFunc(columns, func(c column) bool { return !slices.Contains(only, c.name) })
@@ -139,6 +162,49 @@ func measureAll(ctx context.Context, o options, stdout io.Writer) error {
 		return fmt.Errorf("writing figures: %w", err)
 	}
 	return os.WriteFile(o.out, append(text, '\n'), 0o600)
+}
+
+// rowsOf reads the flag of that name.
+func rowsOf(list string) ([]int, error) {
+	if list == "" {
+		return nil, nil
+	}
+	var tables []int
+	for _, text := range strings.Split(list, ",") {
+		rows, err := strconv.Atoi(text)
+		if err != nil || rows < 1 || rows > 1e8 {
+			return nil, fmt.Errorf("-rows: %q is no number from 1 to 10^8", text)
+		}
+		tables = append(tables, rows)
+	}
+	return tables, nil
+}
+
+// startFilled starts Weir on a schema of its own, whose table holds so many buckets.
+func startFilled(ctx context.Context, o options, rows int, stdout io.Writer) (*server, error) {
+	o.schema = fmt.Sprintf("rows_%d", rows)
+	if err := store.Migrate(ctx, o.database, o.schema); err != nil {
+		return nil, err
+	}
+	conn, err := pgx.Connect(ctx, o.database)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = conn.Close(ctx) }()
+	start := time.Now()
+	for _, sql := range []string{
+		fmt.Sprintf(`INSERT INTO %s.rate_budgets (scope, bucket_key, tokens, refilled_at)
+			SELECT 'ingest_node', lpad(to_hex(n), 32, '0')::uuid, 1e12, now() FROM generate_series(1, %d) AS n
+			ON CONFLICT DO NOTHING`, o.schema, rows),
+		fmt.Sprintf("VACUUM (ANALYZE) %s.rate_budgets", o.schema),
+		"CHECKPOINT",
+	} {
+		if _, err := conn.Exec(ctx, sql); err != nil {
+			return nil, fmt.Errorf("filling a table: %w", err)
+		}
+	}
+	fmt.Fprintf(stdout, "%d buckets made in %.0f s\n", rows, time.Since(start).Seconds())
+	return startServer("weir", o)
 }
 
 // A figure is what one column came to in one round.

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"context"
+	"encoding/base64"
 	"fmt"
 	"io"
 	"log/slog"
@@ -12,13 +13,12 @@ import (
 	"syscall"
 	"time"
 
-	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
-	"google.golang.org/protobuf/types/known/durationpb"
-	"google.golang.org/protobuf/types/known/structpb"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/weir-dev/weir/internal/child"
 	"github.com/weir-dev/weir/policy"
@@ -38,7 +38,7 @@ func startServer(role string, o options) (*server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("finding this program: %w", err)
 	}
-	command := exec.Command(executable, "-role", role, "-database-url", o.database) //nolint:gosec,noctx // this program; stopped by stop
+	command := exec.Command(executable, "-role", role, "-database-url", o.database, "-schema", o.schema, "-answer", o.answer) //nolint:gosec,noctx // this program; stopped by stop
 	command.Stderr = os.Stderr
 	read, write, err := os.Pipe()
 	if err != nil {
@@ -77,33 +77,42 @@ func serve(ctx context.Context, stdout io.Writer, register func(grpc.ServiceRegi
 	return s.Serve(listener)
 }
 
-// nullService says OK with as many bytes as Weir does.
+// nullService answers with the bytes that Weir has answered with.
 type nullService struct {
 	rlsv3.UnimplementedRateLimitServiceServer
+
+	answer *rlsv3.RateLimitResponse
 }
 
-func (nullService) ShouldRateLimit(context.Context, *rlsv3.RateLimitRequest) (*rlsv3.RateLimitResponse, error) {
-	return &rlsv3.RateLimitResponse{
-		OverallCode: rlsv3.RateLimitResponse_OK,
-		Statuses: []*rlsv3.RateLimitResponse_DescriptorStatus{{
-			Code:               rlsv3.RateLimitResponse_OK,
-			CurrentLimit:       &rlsv3.RateLimitResponse_RateLimit{Name: "node", RequestsPerUnit: 1 << 30, Unit: rlsv3.RateLimitResponse_RateLimit_SECOND},
-			LimitRemaining:     1 << 31,
-			DurationUntilReset: &durationpb.Duration{Nanos: 1000},
-		}},
-		ResponseHeadersToAdd: []*corev3.HeaderValue{},
-		DynamicMetadata: &structpb.Struct{Fields: map[string]*structpb.Value{
-			"weir": structpb.NewStructValue(&structpb.Struct{Fields: map[string]*structpb.Value{
-				"outcome":   structpb.NewStringValue("allowed"),
-				"limit":     structpb.NewStringValue("node"),
-				"remaining": structpb.NewNumberValue(1 << 31),
-			}}),
-		}},
-	}, nil
+func (s nullService) ShouldRateLimit(context.Context, *rlsv3.RateLimitRequest) (*rlsv3.RateLimitResponse, error) {
+	return s.answer, nil
 }
 
-func serveNull(ctx context.Context, stdout io.Writer) error {
-	return serve(ctx, stdout, func(s grpc.ServiceRegistrar) { rlsv3.RegisterRateLimitServiceServer(s, nullService{}) })
+func serveNull(ctx context.Context, o options, stdout io.Writer) error {
+	text, err := base64.StdEncoding.DecodeString(o.answer)
+	if err != nil {
+		return err
+	}
+	answer := &rlsv3.RateLimitResponse{}
+	if err := proto.Unmarshal(text, answer); err != nil {
+		return err
+	}
+	return serve(ctx, stdout, func(s grpc.ServiceRegistrar) { rlsv3.RegisterRateLimitServiceServer(s, nullService{answer: answer}) })
+}
+
+// capture asks a server once and returns its answer's bytes, in base64.
+func capture(ctx context.Context, address string) (string, error) {
+	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = conn.Close() }()
+	answer, err := rlsv3.NewRateLimitServiceClient(conn).ShouldRateLimit(ctx, request(0, "node"))
+	if err != nil {
+		return "", err
+	}
+	text, err := proto.Marshal(answer)
+	return base64.StdEncoding.EncodeToString(text), err
 }
 
 // benchPolicy has limits that never refuse, and one that refuses nine in ten.
@@ -117,7 +126,7 @@ descriptors:
   - {key: tight, budget: {scope: secret_read_domain, per_second: 1, burst: 10}}
 `
 
-func serveWeir(ctx context.Context, database string, stdout io.Writer) error {
+func serveWeir(ctx context.Context, o options, stdout io.Writer) error {
 	p, err := policy.Parse("bench.yaml", []byte(benchPolicy))
 	if err != nil {
 		return err
@@ -126,12 +135,12 @@ func serveWeir(ctx context.Context, database string, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
-	pool, err := store.Connect(ctx, database)
+	pool, err := store.Connect(ctx, o.database)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
-	st := store.NewStoreIn(pool, schema)
+	st := store.NewStoreIn(pool, o.schema)
 	batcher := store.NewBatcher(st, store.BatcherConfig{})
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
 		Policies: policies, Decider: batcher, Usage: st, Ping: pool.Ping,
