@@ -41,17 +41,19 @@ func (s *Store) Reserve(ctx context.Context, consumer string, budgets []quota.Bu
 // enrolBatch bounds how many consumers one statement enrols.
 const enrolBatch = 1000
 
+// enrolSQL enrols consumers and keeps them from being swept. A row that was there already
+// has an xmax, by the lock that the update took, and is not counted again.
 const enrolSQL = `
-WITH fresh AS (
-    INSERT INTO plexsphere.consumers (id, domain, entries, enrolled_at)
-    SELECT k.id, k.domain, k.entries::jsonb, $4
+WITH enrolled AS (
+    INSERT INTO plexsphere.consumers AS c (id, domain, entries, enrolled_at, named)
+    SELECT k.id, k.domain, k.entries::jsonb, $4, true
     FROM unnest($1::bytea[], $2::text[], $3::text[]) WITH ORDINALITY AS k (id, domain, entries, i)
     ORDER BY k.i
-    ON CONFLICT DO NOTHING
-    RETURNING domain
+    ON CONFLICT (id) DO UPDATE SET named = true WHERE NOT c.named
+    RETURNING domain, xmax = 0 AS fresh
 )
 INSERT INTO plexsphere.consumer_domains AS h (domain, consumers)
-SELECT f.domain, count(*) FROM fresh AS f GROUP BY f.domain ORDER BY f.domain
+SELECT e.domain, count(*) FROM enrolled AS e WHERE e.fresh GROUP BY e.domain ORDER BY e.domain
 ON CONFLICT (domain) DO UPDATE SET consumers = h.consumers + excluded.consumers`
 
 // Enrol makes consumers known, as a policy does with those that it names when it loads. Those
@@ -157,12 +159,9 @@ func scanConsumer(row pgx.CollectableRow) (policy.ConsumerUsage, error) {
 	}
 	copy(c.ID[:], id)
 	c.EnrolledAt = c.EnrolledAt.UTC()
-	var stored []storedEntry
-	if err := json.Unmarshal([]byte(entries), &stored); err != nil {
+	var err error
+	if c.Entries, err = parseEntries(entries); err != nil {
 		return policy.ConsumerUsage{}, fmt.Errorf("reading the entries of consumer %x: %w", c.ID, err)
-	}
-	for _, e := range stored {
-		c.Entries = append(c.Entries, policy.Entry{Key: e.Key, Value: e.Value})
 	}
 	return c, nil
 }
@@ -220,6 +219,19 @@ func readableEntries(entries []policy.Entry) string {
 		return "[]" // strings always encode
 	}
 	return string(text)
+}
+
+// parseEntries reads what [readableEntries] wrote.
+func parseEntries(text string) ([]policy.Entry, error) {
+	var stored []storedEntry
+	if err := json.Unmarshal([]byte(text), &stored); err != nil {
+		return nil, err
+	}
+	var entries []policy.Entry
+	for _, e := range stored {
+		entries = append(entries, policy.Entry{Key: e.Key, Value: e.Value})
+	}
+	return entries, nil
 }
 
 // readable makes any bytes a short text that the database takes: it refuses NUL and

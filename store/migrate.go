@@ -25,7 +25,7 @@ import (
 // they use) begins the next hundred: so a binary also accepts versions that are newer
 // than itself, up to the end of its hundred.
 const (
-	minSchemaVersion = 5
+	minSchemaVersion = 9
 	maxSchemaVersion = 99
 )
 
@@ -208,7 +208,8 @@ CREATE TABLE %[1]s (
 );
 COMMENT ON TABLE %[1]s IS 'The migrations that have been applied. The greatest version is the schema''s.';
 COMMENT ON COLUMN %[1]s.version IS 'The migration''s number; 0 stands for the empty schema.';
-COMMENT ON COLUMN %[1]s.applied_at IS 'When it was applied.'`, table)
+COMMENT ON COLUMN %[1]s.applied_at IS 'When it was applied.';
+COMMENT ON INDEX %[2]s IS 'One row a migration.'`, table, strings.TrimSuffix(table, `"`)+`_pkey"`)
 }
 
 // InsertVersion implements goose's querier; the second argument is always true.

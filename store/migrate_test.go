@@ -110,30 +110,66 @@ func TestMigrateUpDownUp(t *testing.T) {
 	}
 }
 
-// Every table, column, and function explains itself to \d+.
+// Everything explains itself to \d+: each table, view, column, index, sequence and
+// function, partitions that a job has made included.
 func TestEverythingIsCommented(t *testing.T) {
 	t.Parallel()
 
 	_, pool := setup(t)
-	rows, err := pool.Query(t.Context(), `
-SELECT c.relname || coalesce('.' || a.attname, '')
+	if n := count(t, pool, "SELECT plexsphere.make_history_partitions(now(), 2)"); n != 4 {
+		t.Errorf("%d partitions were made, want 4", n)
+	}
+	bare := func() []string {
+		t.Helper()
+		rows, err := pool.Query(t.Context(), `
+SELECT concat_ws(' ', 'relation', c.relkind, c.relname)
+FROM pg_class c
+WHERE c.relnamespace = 'plexsphere'::regnamespace AND c.relkind NOT IN ('t', 'c')
+    AND obj_description(c.oid, 'pg_class') IS NULL
+UNION ALL
+SELECT concat_ws(' ', 'column', c.relname, a.attname)
 FROM pg_class c
 JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-WHERE c.relnamespace = 'plexsphere'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'm')
-    AND (col_description(c.oid, a.attnum) IS NULL OR obj_description(c.oid, 'pg_class') IS NULL)
+WHERE c.relnamespace = 'plexsphere'::regnamespace AND c.relkind NOT IN ('t', 'i', 'I', 'S')
+    AND col_description(c.oid, a.attnum) IS NULL
 UNION ALL
-SELECT proname FROM pg_proc WHERE pronamespace = 'plexsphere'::regnamespace AND obj_description(oid, 'pg_proc') IS NULL
+SELECT concat_ws(' ', 'function', p.oid::regprocedure)
+FROM pg_proc p
+WHERE p.pronamespace = 'plexsphere'::regnamespace AND obj_description(p.oid, 'pg_proc') IS NULL
 UNION ALL
-SELECT nspname FROM pg_namespace WHERE nspname = 'plexsphere' AND obj_description(oid, 'pg_namespace') IS NULL`)
-	if err != nil {
+SELECT concat_ws(' ', 'type', t.typname)
+FROM pg_type t
+WHERE t.typnamespace = 'plexsphere'::regnamespace AND t.typrelid = 0 AND t.typelem = 0
+    AND obj_description(t.oid, 'pg_type') IS NULL
+UNION ALL
+SELECT nspname
+FROM pg_namespace
+WHERE nspname = 'plexsphere' AND obj_description(oid, 'pg_namespace') IS NULL`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return names
+	}
+	if names := bare(); len(names) > 0 {
+		t.Errorf("without a comment: %q", names)
+	}
+	// The test sees what lacks one.
+	if _, err := pool.Exec(t.Context(), `
+CREATE TABLE plexsphere.silent (id int PRIMARY KEY);
+CREATE VIEW plexsphere.mute AS SELECT 1 AS one;
+CREATE FUNCTION plexsphere.dumb() RETURNS int LANGUAGE sql AS 'SELECT 1'`); err != nil {
 		t.Fatal(err)
 	}
-	bare, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(bare) > 0 {
-		t.Errorf("without a comment: %v", bare)
+	want := []string{"relation r silent", "relation i silent_pkey", "relation v mute", "column silent id", "column mute one", "function plexsphere.dumb()"}
+	got := bare()
+	slices.Sort(want)
+	slices.Sort(got)
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("what lacks a comment (-want +got):\n%s", diff)
 	}
 }
 

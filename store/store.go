@@ -69,6 +69,7 @@ var (
 type Store struct {
 	db      DBTX
 	queries queries
+	tidy    tidyQueries
 	known   *knownConsumers
 }
 
@@ -86,7 +87,7 @@ func NewStoreIn(db DBTX, schema string) *Store {
 	if isNil(db) {
 		panic("store: the database handle is nil")
 	}
-	return &Store{db: db, known: &knownConsumers{}, queries: queries{
+	return &Store{db: db, known: &knownConsumers{}, tidy: newTidyQueries(schema), queries: queries{
 		take:          inSchema(takeSQL, schema),
 		deleteIdle:    inSchema(deleteIdleSQL, schema),
 		deleteExpired: inSchema(deleteExpiredSQL, schema),

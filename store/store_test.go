@@ -19,6 +19,9 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if dsn := os.Getenv(replicaEnv); dsn != "" {
+		os.Exit(runReplica(dsn))
+	}
 	os.Exit(pgtest.Main(m, func(ctx context.Context, dsn string) error {
 		return Migrate(ctx, dsn, DefaultSchema)
 	}))

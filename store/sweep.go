@@ -13,19 +13,18 @@ const sweepBatch = 10_000
 // deleteIdleSQL deletes a batch of idle buckets. A row that someone is taking from is
 // skipped and not waited for; and as a row may have been debited between the
 // statement's snapshot and its lock, its age is checked again by the delete, on the
-// row's latest version.
+// row's latest version. The rows are found again by where they lie, which the lock keeps:
+// by their keys, the plan would be to read all idle rows anew for each batch.
 const deleteIdleSQL = `
 WITH idle AS MATERIALIZED (
-    SELECT scope, bucket_key
+    SELECT ctid
     FROM plexsphere.rate_budgets
     WHERE refilled_at < $1::timestamptz
     LIMIT $2
     FOR UPDATE SKIP LOCKED
 ), gone AS (
-    DELETE FROM plexsphere.rate_budgets AS b
-    USING idle
-    WHERE b.scope = idle.scope AND b.bucket_key = idle.bucket_key
-        AND b.refilled_at < $1::timestamptz
+    DELETE FROM plexsphere.rate_budgets
+    WHERE ctid = ANY (ARRAY(SELECT ctid FROM idle)) AND refilled_at < $1::timestamptz
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM idle), (SELECT count(*) FROM gone)`
@@ -33,15 +32,14 @@ SELECT (SELECT count(*) FROM idle), (SELECT count(*) FROM gone)`
 // deleteExpiredSQL does the same for limiters' buckets that have expired.
 const deleteExpiredSQL = `
 WITH expired AS MATERIALIZED (
-    SELECT id
+    SELECT ctid
     FROM plexsphere.limiter_buckets
     WHERE expires_at < $1::timestamptz
     LIMIT $2
     FOR UPDATE SKIP LOCKED
 ), gone AS (
-    DELETE FROM plexsphere.limiter_buckets AS b
-    USING expired
-    WHERE b.id = expired.id AND b.expires_at < $1::timestamptz
+    DELETE FROM plexsphere.limiter_buckets
+    WHERE ctid = ANY (ARRAY(SELECT ctid FROM expired)) AND expires_at < $1::timestamptz
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM expired), (SELECT count(*) FROM gone)`
@@ -73,15 +71,17 @@ func (s *Store) DeleteExpired(ctx context.Context, before time.Time) (int64, err
 }
 
 // deleteBatches runs a statement, which deletes a batch of what is older than an instant
-// and returns how many rows it found and deleted, until it finds no full batch.
-func (s *Store) deleteBatches(ctx context.Context, statement string, before time.Time) (int64, error) {
+// and returns how many rows it found and deleted, until it finds no full batch. More
+// arguments follow the instant and the batch's size.
+func (s *Store) deleteBatches(ctx context.Context, statement string, before time.Time, more ...any) (int64, error) {
 	if err := checkNow(before); err != nil {
 		return 0, err
 	}
+	args := append([]any{before, sweepBatch}, more...)
 	var deleted int64
 	for {
 		var found, gone int64
-		if err := s.db.QueryRow(ctx, statement, before, sweepBatch).Scan(&found, &gone); err != nil {
+		if err := s.db.QueryRow(ctx, statement, args...).Scan(&found, &gone); err != nil {
 			return deleted, err
 		}
 		deleted += gone

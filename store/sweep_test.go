@@ -2,8 +2,11 @@ package store
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/weir-dev/weir/policy"
 )
@@ -138,6 +141,49 @@ func TestDeleteIdleAgainstConcurrentTakes(t *testing.T) {
 			if tokens, _, ok := bucketRow(t, pool, ScopeIngestNode, key); total != 10 || !ok || tokens != 0 {
 				t.Errorf("round %d, bucket %d: granted %d and %v left (there: %v), want 10 and 0", round, i, total, tokens, ok)
 			}
+		}
+	}
+}
+
+// A batch of a sweep finds again what it has locked by where it lies. By their keys, all
+// rows that are to go would be read anew for each batch, and ten million never go.
+func TestSweepsFindLockedRowsByPlace(t *testing.T) {
+	t.Parallel()
+
+	_, pool := setup(t)
+	if _, err := pool.Exec(t.Context(), `
+INSERT INTO plexsphere.rate_budgets
+SELECT 'ingest_node', gen_random_uuid(), 1, '2026-01-01' FROM generate_series(1, 30000);
+INSERT INTO plexsphere.limiter_buckets
+SELECT sha256(i::text::bytea), 'n', 's', 0, '2026-01-01', 1, 1, 1, '2026-01-01' FROM generate_series(1, 30000) AS i;
+INSERT INTO plexsphere.quota_counters
+SELECT sha256(i::text::bytea), 'second', '2026-01-01', 1 FROM generate_series(1, 30000) AS i`); err != nil {
+		t.Fatal(err)
+	}
+	for _, table := range []string{"rate_budgets", "limiter_buckets", "quota_counters"} {
+		if _, err := pool.Exec(t.Context(), "ANALYZE plexsphere."+table); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, sweep := range map[string]struct {
+		sql  string
+		args []any
+	}{
+		"rate budgets": {deleteIdleSQL, []any{noon, sweepBatch}},
+		"limiters":     {deleteExpiredSQL, []any{noon, sweepBatch}},
+		"counters":     {deleteEndedSQL, []any{noon, sweepBatch, "second"}},
+	} {
+		rows, err := pool.Query(t.Context(), "EXPLAIN "+sweep.sql, sweep.args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		if err != nil {
+			t.Fatal(err)
+		}
+		plan := strings.Join(lines, "\n")
+		if !strings.Contains(plan, "Tid Scan") || strings.Contains(plan, "Join") {
+			t.Errorf("%s are swept by the plan\n%s", name, plan)
 		}
 	}
 }

@@ -44,6 +44,7 @@ type serveCommand struct {
 	gatewayFlags
 	logFlags
 	accessFlags
+	retentionFlags
 
 	Policies   []string      `arg:"" name:"policy" help:"Policy files or folders."`
 	GRPCListen string        `name:"grpc-listen" help:"The rate limit service, over gRPC. Empty switches it off." default:":8081"`
@@ -97,6 +98,7 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 	s, err := newServing(servingConfig{
 		pool: pool, schema: c.Schema, policies: loaded.set, logger: logger,
 		grpc: grpcListener, http: httpListener, clients: clients, certificates: certificates,
+		retention: c.retention(),
 	})
 	if err != nil {
 		return err
@@ -256,6 +258,7 @@ type servingConfig struct {
 
 	clients      *policy.Clients // nil without a file
 	certificates *certificates   // nil without TLS
+	retention    store.Retention
 }
 
 // serving is the rate limit service with its two servers.
@@ -263,6 +266,7 @@ type serving struct {
 	servingConfig
 
 	*backing
+	*tidying
 
 	service *ratelimitsvc.Service
 	server  *grpcServer
@@ -282,11 +286,16 @@ func newServing(config servingConfig) (*serving, error) {
 	if err != nil {
 		return nil, err
 	}
+	tidy, err := newTidying(st, config, registry)
+	if err != nil {
+		return nil, err
+	}
 	service, err := ratelimitsvc.New(ratelimitsvc.Config{
 		Policies: config.policies,
 		Decider:  back.batcher,
 		Usage:    st,
 		Ping:     config.pool.Ping,
+		History:  tidy.recorder,
 		Now:      back.clock.Now,
 		Logger:   config.logger,
 		Registry: registry,
@@ -309,7 +318,7 @@ func newServing(config servingConfig) (*serving, error) {
 	server := newGRPCServer(config.logger, options...)
 	service.Register(server)
 	reflection.Register(server)
-	return &serving{servingConfig: config, backing: back, service: service, server: server}, nil
+	return &serving{servingConfig: config, backing: back, tidying: tidy, service: service, server: server}, nil
 }
 
 // enrolTimeout bounds how long it may take to make the consumers of policies known.
@@ -335,7 +344,7 @@ func (s *serving) serve(ctx context.Context) error {
 	if s.http != nil {
 		servers = append(servers, serveHTTP(s.logger, s.certificates.over(s.http), httpServer(s.certificates.guard(s.service.Handler()))))
 	}
-	parts := []part{s.batcher.Run, s.watch}
+	parts := []part{s.batcher.Run, s.watch, s.sweeper.Run, s.recorder.Run}
 	if s.certificates != nil {
 		parts = append(parts, s.certificates.run)
 	}

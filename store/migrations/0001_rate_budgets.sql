@@ -44,6 +44,8 @@ COMMENT ON COLUMN plexsphere.rate_budgets.tokens IS
     'Units (reads, issuances or bytes, by scope) left as of refilled_at. Never negative.';
 COMMENT ON COLUMN plexsphere.rate_budgets.refilled_at IS
     'When tokens was last brought up to date: by the clock of the replica that took, and never earlier than before. A refusal does not move it.';
+COMMENT ON INDEX plexsphere.rate_budgets_pkey IS
+    'One row a bucket.';
 COMMENT ON INDEX plexsphere.rate_budgets_refilled_at IS
     'For the sweep of idle buckets.';
 

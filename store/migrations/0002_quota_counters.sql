@@ -3,9 +3,9 @@
 -- is right at once. The window's start is part of the key: a new window begins with
 -- no row, whatever became of the last one's.
 --
--- The key ends in window_start, so that the table can be partitioned by month. There
--- is no foreign key to consumers: a counter is a tally, and the check would cost the
--- first charge of each window a second lock.
+-- The table is not partitioned: a decision would have to lock each partition, which costs
+-- it more than the sweep of ended windows. There is no foreign key to consumers: a counter
+-- is a tally, and the check would cost the first charge of each window a second lock.
 
 -- +goose Up
 CREATE TABLE plexsphere.consumers (
@@ -30,6 +30,8 @@ COMMENT ON COLUMN plexsphere.consumers.entries IS
     'What the descriptor matched, for people: an array of {"key", "value"}, long texts cut short, bytes that are no printable text escaped as in Go. The id alone identifies.';
 COMMENT ON COLUMN plexsphere.consumers.enrolled_at IS
     'When the consumer was first charged, or first named by a policy.';
+COMMENT ON INDEX plexsphere.consumers_pkey IS
+    'One row a consumer.';
 COMMENT ON INDEX plexsphere.consumers_domain IS
     'For listing a domain''s consumers in pages.';
 
@@ -45,6 +47,8 @@ COMMENT ON COLUMN plexsphere.consumer_domains.domain IS
     'consumers.domain.';
 COMMENT ON COLUMN plexsphere.consumer_domains.consumers IS
     'The number of its rows in consumers.';
+COMMENT ON INDEX plexsphere.consumer_domains_pkey IS
+    'One row a domain.';
 
 CREATE TABLE plexsphere.quota_counters (
     counter      bytea       NOT NULL,
@@ -65,6 +69,12 @@ CREATE TABLE plexsphere.quota_counters (
     autovacuum_vacuum_cost_delay = 0
 );
 
+-- For the sweep, by expressions that decisions don't use. An index on the columns
+-- themselves would be chosen for decisions by a plan that was made while the table was
+-- small, instead of the key's, and then read whole windows. Neither column ever changes, so
+-- updates stay heap-only (HOT).
+CREATE INDEX quota_counters_ended ON plexsphere.quota_counters ((unit || ''), (window_start AT TIME ZONE 'UTC'));
+
 COMMENT ON TABLE plexsphere.quota_counters IS
     'What each counter has used in each calendar window (UTC). A missing row is a window of which nothing was used.';
 COMMENT ON COLUMN plexsphere.quota_counters.counter IS
@@ -75,6 +85,10 @@ COMMENT ON COLUMN plexsphere.quota_counters.window_start IS
     'The first instant of the window.';
 COMMENT ON COLUMN plexsphere.quota_counters.used IS
     'Units used in the window. May exceed a limit that was lowered under use.';
+COMMENT ON INDEX plexsphere.quota_counters_pkey IS
+    'One row a counter and window, found by counter.';
+COMMENT ON INDEX plexsphere.quota_counters_ended IS
+    'For the sweep of ended windows. Its columns are expressions, so that no decision uses it.';
 
 -- +goose Down
 DROP TABLE plexsphere.quota_counters;

@@ -57,6 +57,8 @@ COMMENT ON COLUMN plexsphere.limiter_buckets.burst IS
     'The policy that wrote the row: its capacity in tokens.';
 COMMENT ON COLUMN plexsphere.limiter_buckets.expires_at IS
     'When the bucket will be full if nobody takes from it, by every policy that wrote it: the sweep deletes the row after that. ''infinity'' when that is more than 142 years ahead.';
+COMMENT ON INDEX plexsphere.limiter_buckets_pkey IS
+    'One row a bucket.';
 COMMENT ON INDEX plexsphere.limiter_buckets_expires_at IS
     'For the sweep of full buckets.';
 
