@@ -170,7 +170,7 @@ func rowsOf(list string) ([]int, error) {
 		return nil, nil
 	}
 	var tables []int
-	for _, text := range strings.Split(list, ",") {
+	for text := range strings.SplitSeq(list, ",") {
 		rows, err := strconv.Atoi(text)
 		if err != nil || rows < 1 || rows > 1e8 {
 			return nil, fmt.Errorf("-rows: %q is no number from 1 to 10^8", text)

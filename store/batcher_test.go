@@ -249,8 +249,11 @@ func TestBatcherOnADeadDatabase(t *testing.T) {
 func keysOf(args []any) []Key {
 	var keys []Key
 	for _, arg := range args {
-		if uuids, ok := arg.([]pgtype.UUID); ok {
-			for _, u := range uuids {
+		switch arg := arg.(type) {
+		case [16]byte: // a lone request's
+			keys = append(keys, arg)
+		case []pgtype.UUID:
+			for _, u := range arg {
 				keys = append(keys, u.Bytes)
 			}
 		}

@@ -518,8 +518,10 @@ func TestRetriesChargeOnce(t *testing.T) {
 	var total float64
 	for round := 0; round < 20 || (again.Load() == 0 && round < 500); round++ {
 		key := newKey()
+		req := oneDebit(key, 9, budget) // eleven fit
+		req.Budgets = append(req.Budgets, oneDebit(newKey(), 1, budget).Budgets...)
 		together(12, func(int) {
-			v, err := s.Decide(t.Context(), oneDebit(key, 9, budget)) // eleven fit
+			v, err := s.Decide(t.Context(), req)
 			if err != nil {
 				t.Error(err)
 			}
