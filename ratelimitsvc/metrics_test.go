@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	ratelimitv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
 	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"github.com/google/go-cmp/cmp"
 	"google.golang.org/grpc/codes"
@@ -246,9 +247,9 @@ func TestLogLinesAreBounded(t *testing.T) {
 	service := newService(t, s, quotaPolicy, logTo(&log))
 	ask(t, service, req)
 	req.Domain = strings.Repeat("d", 100_000)
-	req.Descriptors[0].Entries = nil
+	req.Descriptors[0].Entries = make([]*ratelimitv3.RateLimitDescriptor_Entry, 65)
 	if _, err := service.ShouldRateLimit(t.Context(), req); err == nil {
-		t.Fatal("no entries: no error")
+		t.Fatal("65 entries: no error")
 	}
 	if got := log.records(t); len(got) != 2 {
 		t.Errorf("%d lines, want 2", len(got))

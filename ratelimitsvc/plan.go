@@ -118,10 +118,9 @@ func (s *Service) plan(ctx context.Context, req *rlsv3.RateLimitRequest, c calle
 }
 
 func checkDescriptor(i int, d *ratelimitv3.RateLimitDescriptor, client policy.Client) error {
-	switch n := len(d.GetEntries()); {
-	case n == 0:
-		return status.Errorf(codes.InvalidArgument, "descriptors[%d].entries: there are none", i)
-	case n > maxEntries:
+	// There may be none: Envoy sends such a descriptor when all of its actions skip what is
+	// absent, which a client decides. It matches nothing.
+	if len(d.GetEntries()) > maxEntries {
 		return status.Errorf(codes.InvalidArgument, "descriptors[%d].entries: there are more than the %d that a descriptor may have", i, maxEntries)
 	}
 	if d.GetIsNegativeHits() && !client.Refunds {

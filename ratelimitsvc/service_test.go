@@ -363,7 +363,9 @@ func TestC05C06StructureFaults(t *testing.T) {
 	}{
 		{"no domain", &rlsv3.RateLimitRequest{Descriptors: descriptors("a=b")}, codes.InvalidArgument, "domain"},
 		{"no descriptors", &rlsv3.RateLimitRequest{Domain: "ingest"}, codes.InvalidArgument, "descriptors"},
-		{"no entries", one(func(d *ratelimitv3.RateLimitDescriptor) { d.Entries = nil }), codes.InvalidArgument, "descriptors[1].entries"},
+		{"too many entries", one(func(d *ratelimitv3.RateLimitDescriptor) {
+			d.Entries = make([]*ratelimitv3.RateLimitDescriptor_Entry, 65)
+		}), codes.InvalidArgument, "descriptors[1].entries"},
 		{"ten thousand descriptors", &rlsv3.RateLimitRequest{
 			Domain: "ingest", Descriptors: make([]*ratelimitv3.RateLimitDescriptor, 10_000),
 		}, codes.InvalidArgument, "descriptors"},
