@@ -32,15 +32,16 @@ import (
 // A counterService is the rate limit service on a real store, with a clock of its own.
 type counterService struct {
 	t       *testing.T
+	domain  string // of what is asked
 	now     time.Time
 	store   *store.Store
 	batcher *store.Batcher
 	service *ratelimitsvc.Service
 }
 
-// newCounterService starts the service on a database of its own. Clients from the loopback
-// may do all that there is.
-func newCounterService(t *testing.T, text string) *counterService {
+// newCounterService starts the service on a database of its own, with policies, of which
+// one is of the domain "test". Clients from the loopback may do all that there is.
+func newCounterService(t *testing.T, texts ...string) *counterService {
 	t.Helper()
 	config, err := store.PoolConfig(pgtest.NewDatabase(t))
 	if err != nil {
@@ -52,7 +53,7 @@ func newCounterService(t *testing.T, text string) *counterService {
 		t.Fatal(err)
 	}
 	t.Cleanup(pool.Close)
-	c := &counterService{t: t, now: time.Date(2026, 11, 30, 12, 0, 0, 0, time.UTC), store: store.NewStore(pool)}
+	c := &counterService{t: t, domain: "test", now: time.Date(2026, 11, 30, 12, 0, 0, 0, time.UTC), store: store.NewStore(pool)}
 	c.batcher = store.NewBatcher(c.store, store.BatcherConfig{})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -63,18 +64,22 @@ func newCounterService(t *testing.T, text string) *counterService {
 			t.Error(err)
 		}
 	})
-	c.apply(text)
+	c.apply(texts...)
 	return c
 }
 
-// apply puts a policy in force.
-func (c *counterService) apply(text string) {
+// apply puts policies in force, and no others.
+func (c *counterService) apply(texts ...string) {
 	c.t.Helper()
-	p, err := policy.Parse("test.yaml", []byte(text))
-	if err != nil {
-		c.t.Fatal(err)
+	var policies []*policy.Policy
+	for _, text := range texts {
+		p, err := policy.Parse("test.yaml", []byte(text))
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		policies = append(policies, p)
 	}
-	set, err := policy.NewSet(p)
+	set, err := policy.NewSet(policies...)
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -108,7 +113,7 @@ func (c *counterService) call(receipt string, ds ...*ratelimitv3.RateLimitDescri
 	if receipt != "" {
 		ctx = metadata.NewIncomingContext(ctx, metadata.Pairs(ratelimitsvc.ReceiptKey, receipt))
 	}
-	return c.service.ShouldRateLimit(ctx, &rlsv3.RateLimitRequest{Domain: "test", Descriptors: ds})
+	return c.service.ShouldRateLimit(ctx, &rlsv3.RateLimitRequest{Domain: c.domain, Descriptors: ds})
 }
 
 // want asks, and compares the answer's code, and the code and remaining of each status.
