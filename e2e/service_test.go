@@ -547,6 +547,7 @@ descriptors:
   - {key: slow, limiter: {permits: 1, per: 10s, burst: 1}}
   - {key: fast, limiter: {permits: 5000, per: 1s}}
   - {key: three, limiter: {permits: 3, per: 1s}}
+  - {key: hundred, limiter: {permits: 100, per: 1m}}
 `)
 	start := c.now
 	c.want("OK: OK 0", hits(1, "slow=1"))
@@ -586,6 +587,11 @@ descriptors:
 	if admitted > 3*60+3 || admitted < 3*59 {
 		t.Errorf("T05: %d admitted in a minute of 3 a second", admitted)
 	}
+	c.now = time.Date(2026, 11, 30, 13, 0, 59, 0, time.UTC)
+	c.want("OK: OK 0", hits(100, "hundred=1"))
+	c.now = c.now.Add(time.Second)
+	c.want("OK: OK 0", hits(1, "hundred=1")) // T07: what came back in that second
+	c.want("OVER: OVER 0", hits(1, "hundred=1"))
 }
 
 // A consumer that the policy names is unknown until the policy enrols it; until then its

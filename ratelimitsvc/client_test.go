@@ -106,7 +106,7 @@ func TestPermissions(t *testing.T) {
 	}
 }
 
-// PEERS C05: a descriptor's own limit is used as it is, on a counter of its own; a unit
+// PEERS C05, C63: a descriptor's own limit is used as it is, on a counter of its own; a unit
 // that is none is named.
 func TestC05Overrides(t *testing.T) {
 	t.Parallel()

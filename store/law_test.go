@@ -503,7 +503,7 @@ func TestP01LoadForAMinute(t *testing.T) {
 	}
 }
 
-// Law 4: Postgres is killed twenty times in the middle of a load. Every admitted unit is in
+// Law 4, P12: Postgres is killed twenty times in the middle of a load. Every admitted unit is in
 // the rows; beyond them at most what was being decided when it died.
 func TestLaw4KilledTwentyTimes(t *testing.T) {
 	t.Parallel()
