@@ -54,17 +54,19 @@ var ErrInvalidBudget = errors.New("invalid budget")
 // A Budget is the shape of a rate budget's bucket. It is never stored: it travels
 // with each take, so that a changed budget is in force at once.
 type Budget struct {
-	PerSecond float64 // units that come back each second, above 0
+	PerSecond float64 // units that come back each second, above 0, at most MaxUnits
 	Burst     float64 // the ceiling: units in a full bucket, above 0, at most MaxUnits and 3600 s of refill
 }
 
 // Validate returns an error that wraps [ErrInvalidBudget] and names the field,
-// unless 0 < Burst ≤ MaxRefill × PerSecond and Burst ≤ MaxUnits. NaN and infinities
+// unless 0 < Burst ≤ MaxRefill × PerSecond, and both are at most MaxUnits. NaN and infinities
 // are invalid.
 func (b Budget) Validate() error {
 	switch {
 	case !(b.PerSecond > 0) || math.IsInf(b.PerSecond, 0):
 		return fmt.Errorf("%w: per second must be a number above 0, not %v", ErrInvalidBudget, b.PerSecond)
+	case b.PerSecond > MaxUnits:
+		return fmt.Errorf("%w: per second must be at most 2^53, not %v", ErrInvalidBudget, b.PerSecond)
 	case !(b.Burst > 0) || math.IsInf(b.Burst, 0):
 		return fmt.Errorf("%w: burst must be a number above 0, not %v", ErrInvalidBudget, b.Burst)
 	case b.Burst > MaxUnits:

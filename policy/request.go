@@ -15,8 +15,9 @@ import (
 //
 // The same bucket or counter may stand several times: it is charged each time.
 //
-// A negative cost is a refund. It is always covered, never makes a row, and fills no
-// bucket above its ceiling and leaves no window below 0 used.
+// A negative cost is a refund. It is always covered, never makes a row (though a limiter's of
+// another policy becomes one of this), fills no bucket above its ceiling and leaves no window
+// below 0 used.
 type Request struct {
 	// Now is the caller's clock, at microsecond precision (what the database
 	// holds); see [TruncateNow].

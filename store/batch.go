@@ -214,8 +214,8 @@ func (b *batch) addDebit(d *policy.BudgetDebit, now time.Time) {
 		if fresh {
 			*demand = bucketDemand{budget: d.Budget, now: now}
 		}
+		b.simple = demand.units <= policy.MaxUnits-d.Cost && demand.budget == d.Budget && demand.now.Equal(now)
 		demand.units += d.Cost
-		b.simple = demand.units <= policy.MaxUnits && demand.budget == d.Budget && demand.now.Equal(now)
 	}
 	b.debitBucket = append(b.debitBucket, i)
 	b.debitCost = append(b.debitCost, cost)
@@ -235,8 +235,9 @@ func (b *batch) addTake(d *policy.LimiterDebit, now time.Time) {
 		if fresh {
 			*demand = limiterDemand{policy: d.Policy, now: now}
 		}
-		demand.level += d.Cost * d.Policy.Per.Microseconds() // each at most 2^62, so that the sum fits
-		b.simple = demand.level <= policy.MaxLevel && demand.policy == d.Policy && demand.now.Equal(now)
+		level := d.Cost * d.Policy.Per.Microseconds()
+		b.simple = demand.level <= d.Policy.Capacity()-level && demand.policy == d.Policy && demand.now.Equal(now)
+		demand.level += level
 	}
 	b.takeBucket = append(b.takeBucket, i)
 	b.takeCost = append(b.takeCost, max(d.Cost, -d.Policy.Burst)) // no refund is larger
@@ -276,7 +277,7 @@ func (b *batch) addQuota(d *policy.QuotaDebit, now time.Time) {
 				demand.limit = w.Limit
 			}
 			demand.limit = min(demand.limit, w.Limit)
-			b.simple = demand.units <= w.Limit-d.Cost // so that the sum fits
+			b.simple = demand.units <= w.Limit-d.Cost
 			demand.units += d.Cost
 		}
 		overflow := int32(-1)
@@ -490,8 +491,8 @@ func (a *answers) verdicts(b *batch, reqs []policy.Request) ([]policy.Verdict, e
 }
 
 // spread turns what a simple batch left in each row into what each request left, in their
-// order. Costs are whole, so it is exact: a row held what it holds now and all that was
-// asked of it.
+// order: a row held what it holds now and all that was asked of it. Costs are whole, so
+// that is exact, but for a rate budget's last bits where a fraction meets many units.
 func (a *answers) spread(b *batch) error {
 	if len(b.buckets.members) > min(len(a.tokens), len(a.at)) ||
 		len(b.limiters.members) > min(len(a.takeLevels), len(a.takeAt)) ||

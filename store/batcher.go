@@ -8,6 +8,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -81,6 +82,7 @@ type Batcher struct {
 	config  BatcherConfig
 	queue   chan *waiting
 	circuit circuit
+	locked  moment // when a batch last met a row that somebody holds locked
 	metrics *batcherMetrics
 }
 
@@ -174,9 +176,7 @@ func (b *Batcher) work(ctx context.Context) {
 		switch {
 		case len(batch) == 0:
 		case b.circuit.open.Load():
-			for _, w := range batch {
-				w.answer(policy.Verdict{}, ErrCircuitOpen)
-			}
+			failAll(batch, ErrCircuitOpen)
 		default:
 			b.decide(context.WithoutCancel(ctx), batch, requests)
 		}
@@ -258,17 +258,21 @@ func keep(batch []*waiting, requests []policy.Request) ([]*waiting, []policy.Req
 }
 
 func (b *Batcher) decide(ctx context.Context, batch []*waiting, requests []policy.Request) {
-	verdicts, err := b.try(ctx, requests)
+	decide := b.store.decide
+	if time.Since(b.locked.last()) < hurryFor {
+		decide = b.store.decideHurried
+	}
+	verdicts, err := b.try(ctx, decide, requests)
 	if err == nil {
-		for i, w := range batch {
-			w.answer(verdicts[i], nil)
-		}
+		answerAll(batch, verdicts)
+		return
+	}
+	if len(batch) > 1 && isLocked(err) {
+		b.decideHalves(ctx, batch, requests)
 		return
 	}
 	if len(batch) == 1 || !refused(err) {
-		for _, w := range batch {
-			w.answer(policy.Verdict{}, err)
-		}
+		failAll(batch, err)
 		return
 	}
 	// One of them is to blame, and none was charged.
@@ -277,7 +281,7 @@ func (b *Batcher) decide(ctx context.Context, batch []*waiting, requests []polic
 			w.answer(policy.Verdict{}, ErrCircuitOpen)
 			continue
 		}
-		verdicts, err := b.try(ctx, requests[i:i+1])
+		verdicts, err := b.try(ctx, b.store.decide, requests[i:i+1])
 		if err != nil {
 			w.answer(policy.Verdict{}, err)
 			continue
@@ -286,12 +290,57 @@ func (b *Batcher) decide(ctx context.Context, batch []*waiting, requests []polic
 	}
 }
 
+// hurryFor is how long batches hurry after one has met a row that somebody holds locked.
+const hurryFor = 2 * time.Second
+
+// decideHalves finds the requests that ask for a row that somebody holds locked: they fail,
+// and the others need not.
+func (b *Batcher) decideHalves(ctx context.Context, batch []*waiting, requests []policy.Request) {
+	b.locked.note()
+	half := len(batch) / 2
+	for _, part := range [2][2]int{{0, half}, {half, len(batch)}} {
+		batch, requests := batch[part[0]:part[1]], requests[part[0]:part[1]]
+		if b.circuit.open.Load() {
+			failAll(batch, ErrCircuitOpen)
+			continue
+		}
+		verdicts, err := b.try(ctx, b.store.decideHurried, requests)
+		switch {
+		case err == nil:
+			answerAll(batch, verdicts)
+		case len(batch) > 1 && isLocked(err):
+			b.decideHalves(ctx, batch, requests)
+		default:
+			failAll(batch, err)
+		}
+	}
+}
+
+// A moment is the last time that something happened.
+type moment struct{ nanos atomic.Int64 }
+
+func (m *moment) note() { m.nanos.Store(time.Now().UnixNano()) }
+
+func (m *moment) last() time.Time { return time.Unix(0, m.nanos.Load()) }
+
+func answerAll(batch []*waiting, verdicts []policy.Verdict) {
+	for i, w := range batch {
+		w.answer(verdicts[i], nil)
+	}
+}
+
+func failAll(batch []*waiting, err error) {
+	for _, w := range batch {
+		w.answer(policy.Verdict{}, err)
+	}
+}
+
 // errPanicked is what a panic while deciding becomes: it costs its batch, and not the
 // process.
 var errPanicked = errors.New("panicked")
 
 // try decides requests by one statement.
-func (b *Batcher) try(ctx context.Context, requests []policy.Request) (verdicts []policy.Verdict, err error) {
+func (b *Batcher) try(ctx context.Context, decide func(context.Context, []policy.Request) ([]policy.Verdict, error), requests []policy.Request) (verdicts []policy.Verdict, err error) {
 	start := time.Now()
 	defer func() {
 		if p := recover(); p != nil {
@@ -303,12 +352,18 @@ func (b *Batcher) try(ctx context.Context, requests []policy.Request) (verdicts 
 	}()
 	tryCtx, cancel := context.WithTimeout(ctx, b.config.Timeout)
 	defer cancel()
-	return b.store.decide(tryCtx, requests)
+	return decide(tryCtx, requests)
 }
 
 func (w *waiting) answer(v policy.Verdict, err error) {
 	w.verdict, w.err = v, err
 	w.done <- struct{}{}
+}
+
+// isLocked reports whether a statement gave up waiting for a row that somebody holds.
+func isLocked(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "55P03"
 }
 
 // refused reports whether the database found fault with what a statement holds (data

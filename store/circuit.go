@@ -49,7 +49,7 @@ const (
 // failureOf tells what an error of a statement says of the database. A row that
 // somebody holds locked, a collision and bad data are answers.
 func failureOf(err error) failure {
-	if err == nil || errors.Is(err, errPanicked) {
+	if err == nil || errors.Is(err, errPanicked) || errors.Is(err, errShortAnswer) {
 		return answered
 	}
 	if errors.Is(err, context.DeadlineExceeded) {

@@ -14,13 +14,23 @@ import (
 	"github.com/weir-dev/weir/quota"
 )
 
-// decideSQL calls the function of migration 0004, which says what each argument is.
-// decideAgainSQL is for a batch that has collided: such batches go one at a time, lest
-// they collide with each other again. An argument is evaluated before the function is
-// called, so whoever waits for the advisory lock ("weir", 1) holds no row.
+// decideSQL calls the function of migration 0004, which says what each argument is. Its
+// first argument takes what the statement needs before the function is called, and so before
+// it holds any row:
+//
+// Decisions share an advisory lock ("weir", 1), which one that has collided on a new row takes
+// for itself (decideAgainSQL): then nobody else makes a row, and it does not collide again.
+//
+// The hurried one waits only briefly for a row that somebody holds locked.
 var (
-	decideSQL      = decideCall("$1::boolean")
-	decideAgainSQL = decideCall("CASE WHEN pg_advisory_xact_lock(2003134834, 1) IS NULL THEN $1::boolean ELSE $1::boolean END")
+	decideSQL        = decideCall(shareLock + " IS NULL")
+	decideAgainSQL   = decideCall("pg_advisory_xact_lock(2003134834, 1) IS NULL")
+	decideHurriedSQL = decideCall(hurry + " IS NULL OR " + shareLock + " IS NULL")
+)
+
+const (
+	shareLock = "pg_advisory_xact_lock_shared(2003134834, 1)"
+	hurry     = "set_config('lock_timeout', '50ms', true)"
 )
 
 func decideCall(first string) string {
@@ -28,7 +38,7 @@ func decideCall(first string) string {
 	sql.WriteString(`
 SELECT all_allowed, allowed, covered, tokens_left, tokens_at, take_covered, take_levels, take_at,
     denied, quota_states, units_used, enrolled
-FROM plexsphere.decide_v1(` + first)
+FROM plexsphere.decide_v1(CASE WHEN ` + first + ` THEN $1::boolean ELSE $1::boolean END`)
 	for i := 2; i <= decideArguments; i++ {
 		sql.WriteString(", $" + strconv.Itoa(i))
 	}
@@ -37,8 +47,8 @@ FROM plexsphere.decide_v1(` + first)
 }
 
 // decideRetries is how often a decision that collided with another on a new row is
-// tried again. The winner has committed by then, so that a retry finds its row, and
-// retries take turns, so that they don't collide among themselves.
+// tried again. A retry is alone with its rows, but for takes and lone requests, each of
+// which makes one row at most.
 const decideRetries = 3
 
 // Decide takes all debits of a request, or none, in one round trip, and returns the
@@ -140,14 +150,23 @@ func checkQuota(d policy.QuotaDebit) error {
 // decide decides requests, which must have passed check, in their order, as if each
 // had come alone, in one round trip and one transaction.
 func (s *Store) decide(ctx context.Context, reqs []policy.Request) ([]policy.Verdict, error) {
+	return s.decideBy(ctx, s.queries.decide, s.queries.decideOne, reqs)
+}
+
+// decideHurried is decide, but gives up soon on a row that somebody holds locked.
+func (s *Store) decideHurried(ctx context.Context, reqs []policy.Request) ([]policy.Verdict, error) {
+	return s.decideBy(ctx, s.queries.decideHurried, s.queries.decideOneHurried, reqs)
+}
+
+func (s *Store) decideBy(ctx context.Context, first, lone string, reqs []policy.Request) ([]policy.Verdict, error) {
 	if len(reqs) == 1 && isLone(&reqs[0]) {
-		return s.decideOne(ctx, &reqs[0])
+		return s.decideOne(ctx, lone, &reqs[0])
 	}
 	b := newBatch(reqs, s.known)
 	args := b.args()
 	for attempt := 0; ; attempt++ {
 		var a answers
-		sql := s.queries.decide
+		sql := first
 		if attempt > 0 {
 			sql = s.queries.decideAgain
 		}
@@ -170,9 +189,15 @@ func (s *Store) decide(ctx context.Context, reqs []policy.Request) ([]policy.Ver
 	}
 }
 
-const decideOneSQL = `
+const decideOneSQL = decideOneHead + "$1::text" + decideOneTail
+
+const decideOneHurriedSQL = decideOneHead + "CASE WHEN " + hurry + " IS NULL THEN $1::text ELSE $1::text END" + decideOneTail
+
+const decideOneHead = `
 SELECT covered, tokens_left, tokens_at
-FROM plexsphere.decide_one_v1($1::text, $2::uuid, $3::float8, $4::float8, $5::float8, $6::timestamptz)`
+FROM plexsphere.decide_one_v1(`
+
+const decideOneTail = `, $2::uuid, $3::float8, $4::float8, $5::float8, $6::timestamptz)`
 
 // isLone reports whether a request asks for nothing but one rate budget, of which it may be
 // covered.
@@ -183,10 +208,10 @@ func isLone(req *policy.Request) bool {
 
 // decideOne decides a lone request as decide would: most of what it costs to ask for one
 // decision is the asking.
-func (s *Store) decideOne(ctx context.Context, req *policy.Request) ([]policy.Verdict, error) {
+func (s *Store) decideOne(ctx context.Context, sql string, req *policy.Request) ([]policy.Verdict, error) {
 	d, now := &req.Budgets[0], policy.TruncateNow(req.Now)
 	var state policy.BudgetState
-	err := s.db.QueryRow(ctx, s.queries.decideOne,
+	err := s.db.QueryRow(ctx, sql,
 		string(d.Scope), [16]byte(d.Key), float64(d.Cost), d.Budget.PerSecond, d.Budget.Burst, now,
 	).Scan(&state.Covered, &state.Tokens, &state.RefilledAt)
 	if err != nil {

@@ -8,7 +8,7 @@ import (
 )
 
 // Consumers that are known to be enrolled are remembered, so that a decision need not
-// look: at most so many, and at most so long, lest one stay that the sweep has removed.
+// look: at most so many, and at most twice so long, lest one stay that the sweep has removed.
 const (
 	maxKnown = 100_000 // twice, 32 bytes each
 	keepTime = 5 * time.Minute

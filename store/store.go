@@ -75,7 +75,7 @@ type Store struct {
 
 // queries are the statements, for the store's schema.
 type queries struct {
-	take, deleteIdle, deleteExpired, decide, decideAgain, decideOne, used, consumers, enrol string
+	take, deleteIdle, deleteExpired, decide, decideAgain, decideHurried, decideOne, decideOneHurried, used, consumers, enrol string
 }
 
 // NewStore returns a store on the schema [DefaultSchema]. It panics when db is nil.
@@ -88,15 +88,17 @@ func NewStoreIn(db DBTX, schema string) *Store {
 		panic("store: the database handle is nil")
 	}
 	return &Store{db: db, known: &knownConsumers{}, tidy: newTidyQueries(schema), queries: queries{
-		take:          inSchema(takeSQL, schema),
-		deleteIdle:    inSchema(deleteIdleSQL, schema),
-		deleteExpired: inSchema(deleteExpiredSQL, schema),
-		decide:        inSchema(decideSQL, schema),
-		decideAgain:   inSchema(decideAgainSQL, schema),
-		decideOne:     inSchema(decideOneSQL, schema),
-		used:          inSchema(usedSQL, schema),
-		consumers:     inSchema(consumersSQL, schema),
-		enrol:         inSchema(enrolSQL, schema),
+		take:             inSchema(takeSQL, schema),
+		deleteIdle:       inSchema(deleteIdleSQL, schema),
+		deleteExpired:    inSchema(deleteExpiredSQL, schema),
+		decide:           inSchema(decideSQL, schema),
+		decideAgain:      inSchema(decideAgainSQL, schema),
+		decideHurried:    inSchema(decideHurriedSQL, schema),
+		decideOne:        inSchema(decideOneSQL, schema),
+		decideOneHurried: inSchema(decideOneHurriedSQL, schema),
+		used:             inSchema(usedSQL, schema),
+		consumers:        inSchema(consumersSQL, schema),
+		enrol:            inSchema(enrolSQL, schema),
 	}}
 }
 

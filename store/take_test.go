@@ -45,6 +45,7 @@ func TestTakeChecksBeforeAnyQuery(t *testing.T) {
 		{"rate of NaN", ScopeIngestNode, newKey(), 1, Budget{PerSecond: math.NaN(), Burst: 1}, ErrInvalidBudget},
 		{"burst of NaN", ScopeIngestNode, newKey(), 1, Budget{PerSecond: 1, Burst: math.NaN()}, ErrInvalidBudget},
 		{"infinite rate", ScopeIngestNode, newKey(), 1, Budget{PerSecond: math.Inf(1), Burst: 1}, ErrInvalidBudget},
+		{"rate above 2^53", ScopeIngestNode, newKey(), 1, Budget{PerSecond: 1e308, Burst: 10}, ErrInvalidBudget},
 		{"infinite burst", ScopeIngestNode, newKey(), 1, Budget{PerSecond: 1, Burst: math.Inf(1)}, ErrInvalidBudget},
 		{"refills too slowly", ScopeIngestNode, newKey(), 1, Budget{PerSecond: 1, Burst: 3601}, ErrInvalidBudget},
 		{"order: scope first", "x", Key{}, -1, Budget{}, ErrUnknownScope},

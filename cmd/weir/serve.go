@@ -282,7 +282,7 @@ func newServing(config servingConfig) (*serving, error) {
 	registry.MustRegister(grpcMetrics)
 
 	st := store.NewStoreIn(config.pool, config.schema)
-	back, err := newBacking(st, config, registry)
+	back, err := newBacking(config, registry)
 	if err != nil {
 		return nil, err
 	}
@@ -348,5 +348,6 @@ func (s *serving) serve(ctx context.Context) error {
 	if s.certificates != nil {
 		parts = append(parts, s.certificates.run)
 	}
+	defer s.decisions.Close()
 	return runBeside(ctx, together(servers...), parts...)
 }

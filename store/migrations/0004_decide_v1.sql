@@ -1,5 +1,5 @@
--- The decision of a batch of requests in one call: the only write path of the
--- service. A change of its contract is a new function beside it (decide_v2), so that
+-- The decision of a batch of requests in one call: with decide_one_v1 below, which is
+-- the same for a lone request, the only write path of the service. A change of its contract is a new function beside it (decide_v2), so that
 -- the binaries before and after a roll-out run on one schema.
 --
 -- Rows are locked in the order of the arguments, which callers sort by key: rate
@@ -203,6 +203,7 @@ BEGIN
             array_agg(x.refilled - x.demand), array_agg(greatest(x.refilled_at, x.instant)),
             -- When each expires after it: see below.
             array_agg(CASE
+                WHEN x.demand > x.refilled THEN NULL
                 WHEN (x.capacity - x.refilled + (x.permits - 1)) / x.permits < 4503599627370496
                     AND x.expires_at > greatest(x.refilled_at, x.instant)
                         + (x.capacity - x.refilled + (x.permits - 1)) / x.permits * interval '1 microsecond'
@@ -233,7 +234,7 @@ BEGIN
         ) AS x;
     END IF;
     IF windows > 0 THEN
-        SELECT array_agg(x.i), array_agg(x.used), array_agg(x.used + x.demand),
+        SELECT array_agg(x.i), array_agg(x.used), array_agg(CASE WHEN x.used <= x.units - x.demand THEN x.used + x.demand END),
             ok AND count(*) = windows AND bool_and(x.used <= x.units - x.demand)
         INTO window_places, u0, units_used, ok
         FROM (
