@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"runtime/debug"
 	"syscall"
 	"time"
 
@@ -59,10 +60,15 @@ func startServer(role string, o options) (*server, error) {
 	return &server{process: process, address: line[:len(line)-1]}, nil
 }
 
+// gcPercent is what `weir serve` has as well: see there.
+const gcPercent = 400
+
 func (s *server) stop() { _ = s.process.Stop(syscall.SIGTERM, 10*time.Second) }
 
-// serve runs a server until ctx ends, and says its address on stdout.
+// serve runs a server until ctx ends, and says its address on stdout. Both collect garbage as
+// seldom as `weir serve` does.
 func serve(ctx context.Context, stdout io.Writer, register func(grpc.ServiceRegistrar)) error {
+	debug.SetGCPercent(gcPercent)
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
 		return err
