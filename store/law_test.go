@@ -51,6 +51,7 @@ type history struct {
 	t        *testing.T
 	r        *rand.Rand
 	stores   []*Store
+	batchers []*Batcher
 	skews    []time.Duration
 	keys     []Key
 	limiters []policy.CounterID
@@ -64,10 +65,10 @@ type history struct {
 	used    map[windowID]int64
 }
 
-func newHistory(t *testing.T, seed uint64, pools []*pgxpool.Pool) *history {
+func newHistory(t *testing.T, seed uint64, pools []*pgxpool.Pool, batchers []*Batcher) *history {
 	t.Helper()
 	h := &history{
-		t: t, r: rand.New(rand.NewPCG(seed, 1)),
+		t: t, batchers: batchers, r: rand.New(rand.NewPCG(seed, 1)),
 		keys: []Key{newKey(), newKey()}, holder: consumer(fmt.Sprint("law ", seed)),
 		buckets: map[string][]charge{}, used: map[windowID]int64{},
 	}
@@ -166,7 +167,11 @@ func (h *history) step(r *rand.Rand, at time.Time) {
 		}
 	case 2, 3:
 		req := h.request(r, now)
-		v, err := s.Decide(h.t.Context(), req)
+		decide := s.Decide
+		if r.IntN(2) == 0 {
+			decide = h.batchers[replica].Decide
+		}
+		v, err := decide(h.t.Context(), req)
 		if err != nil {
 			h.t.Error(err)
 			return
@@ -256,7 +261,7 @@ func (h *history) check(seed uint64) {
 }
 
 // Law 1, on thousands of random histories: replicas on several pools whose clocks are up to
-// five minutes off take, decide, decide in batches, refund, sweep and start anew, under two
+// five minutes off take, decide, decide in batches and in company, refund, sweep and start anew, under two
 // policies at once as in a roll-out. In no span of true time is more admitted than the law
 // allows.
 func TestLaw1NeverOverAdmits(t *testing.T) {
@@ -270,8 +275,12 @@ func TestLaw1NeverOverAdmits(t *testing.T) {
 	dsns := []string{pgtest.NewDatabase(t), pgtest.NewDatabase(t)}
 	together(len(dsns), func(i int) {
 		pools := []*pgxpool.Pool{newPool(t, dsns[i], 4), newPool(t, dsns[i], 4), newPool(t, dsns[i], 4)}
+		var batchers []*Batcher
+		for _, pool := range pools {
+			batchers = append(batchers, startBatcher(t, pool, BatcherConfig{Timeout: 20 * time.Second}))
+		}
 		for seed := next.Add(1); seed <= histories && !t.Failed(); seed = next.Add(1) {
-			h := newHistory(t, seed, pools)
+			h := newHistory(t, seed, pools, batchers)
 			at := noon
 			for round := range rounds {
 				var group sync.WaitGroup
