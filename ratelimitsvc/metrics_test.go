@@ -371,3 +371,16 @@ func TestEnrolment(t *testing.T) {
 	check("alice bob alice bob")
 	check("alice bob alice bob")
 }
+
+// Of two consumers on one node of the policy, the log names the one whose quota refused.
+func TestLogNamesWhoWasRefused(t *testing.T) {
+	t.Parallel()
+
+	var log lines
+	s := &store{verdict: policy.Verdict{Quotas: []policy.QuotaState{reservation(-1, 1), reservation(0, 5)}}}
+	ask(t, newService(t, s, quotaPolicy, logTo(&log)), request(1, "consumer=carol", "consumer=dave"))
+	records := log.records(t)
+	if len(records) != 1 || records[0]["consumer"] != "consumer=dave" {
+		t.Errorf("logged %v, want consumer=dave in it", records)
+	}
+}

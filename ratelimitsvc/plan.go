@@ -42,6 +42,7 @@ type planned struct {
 	limit   *policy.Limit // nil when nothing applies
 	counter policy.CounterID
 	cost    int64 // negative for a refund
+	refund  bool  // it gives back, if only 0
 	asked   [debitKinds]debit
 	kinds   int // how many of them there are
 	shadow  int // index of the request of its own that a limit in shadow is, or -1
@@ -96,7 +97,7 @@ func (s *Service) plan(ctx context.Context, req *rlsv3.RateLimitRequest, c calle
 		if err := checkDescriptor(i, d, client); err != nil {
 			return nil, err
 		}
-		p.descriptors[i] = planned{entries: entriesOf(d), cost: costOf(req, d), shadow: -1}
+		p.descriptors[i] = planned{entries: entriesOf(d), cost: costOf(req, d), refund: d.GetIsNegativeHits(), shadow: -1}
 		refunds = refunds || d.GetIsNegativeHits()
 		p.refunds = p.refunds && d.GetIsNegativeHits()
 	}
@@ -241,20 +242,22 @@ func (d *planned) override(domain string, own *ratelimitv3.RateLimitDescriptor_R
 }
 
 // ask adds all that the descriptor's limit wants of the store to the request. A limit
-// whose bucket cannot be named asks for nothing.
+// whose bucket cannot be named asks for nothing; a refund has nothing to give back to
+// there, and is never refused.
 func (d *planned) ask(request *policy.Request, m policy.Match, chargedAt time.Time) {
 	l := d.limit
 	if l.Budget != nil {
 		key, err := m.BucketKey()
-		if err != nil {
-			// A refund has nothing to give back to, and is never refused.
-			d.malformed = d.cost >= 0
+		switch {
+		case err == nil:
+			d.add(debitBudget, len(request.Budgets))
+			request.Budgets = append(request.Budgets, policy.BudgetDebit{
+				Scope: l.Budget.Scope, Key: key, Budget: l.Budget.Budget, Cost: d.cost,
+			})
+		case !d.refund:
+			d.malformed = true
 			return
 		}
-		d.add(debitBudget, len(request.Budgets))
-		request.Budgets = append(request.Budgets, policy.BudgetDebit{
-			Scope: l.Budget.Scope, Key: key, Budget: l.Budget.Budget, Cost: d.cost,
-		})
 	}
 	if l.Limiter != nil {
 		d.add(debitLimiter, len(request.Limiters))

@@ -54,8 +54,12 @@ func (p *plan) render(v policy.Verdict) answer {
 	all := few[:0]
 	var ends [maxDescriptors]int // of the readings of each descriptor
 	for i := range p.descriptors {
+		begin := len(all)
 		if d := &p.descriptors[i]; d.enforced() {
 			all = d.readings(all, &p.request, &v)
+			for k := begin; k < len(all); k++ {
+				all[k].descriptor = i
+			}
 		}
 		ends[i] = len(all)
 	}
@@ -80,7 +84,7 @@ func (p *plan) render(v policy.Verdict) answer {
 		if d.limit == nil || !d.limit.Unlimited {
 			response.Statuses[i] = own.status()
 		}
-		if d.limit != nil && d.limit.Shadow && d.cost >= 0 && (d.malformed || d.shadow >= 0 && !v.Shadows[d.shadow].Allowed) {
+		if d.limit != nil && d.limit.Shadow && !d.refund && (d.malformed || d.shadow >= 0 && !v.Shadows[d.shadow].Allowed) {
 			a.deniedInShadow(d.limit.Name)
 		}
 	}
