@@ -310,7 +310,7 @@ func TestPlanKinds(t *testing.T) {
 		Allowed: true,
 		Budgets: []policy.BudgetState{bucket(true, 1), bucket(true, 1)}, Limiters: []policy.LimiterState{tokens(true, callerPolicy, 1), {Covered: true}},
 		Quotas:  []policy.QuotaState{reservation(-1, 1), reservation(-1, 1, 1), reservation(-1, 1)},
-		Shadows: []policy.Verdict{{Allowed: true}, {Allowed: true}},
+		Shadows: []policy.Verdict{{Allowed: true, Quotas: []policy.QuotaState{reservation(-1, 1)}}, {Allowed: true, Quotas: []policy.QuotaState{reservation(-1, 1)}}},
 	}}
 	ask(t, newService(t, s, kindsPolicy), request(3,
 		"caller=a", "tried="+nodeID, "node="+nodeID, "all="+nodeID, "soft=a", "staff=a", "path=/", "tried="+nodeID))
@@ -579,7 +579,8 @@ func TestC06Refunds(t *testing.T) {
 	service := newService(t, s, "headers: {on_allowed: true}"+kindsPolicy, allowed(policy.Client{Refunds: true}))
 	req := request(3, "node="+nodeID, "consumer=a", "soft=a", "node=malformed")
 	refund(req.GetDescriptors())[1].HitsAddend = wrapperspb.UInt64(1 << 60)
-	response, err := service.ShouldRateLimit(fromLoopback(t), req)
+	receipt := ratelimitsvc.NewReceipt("test", noon, 1, 8, 4, 0)
+	response, err := service.ShouldRateLimit(fromLoopback(t, receipt), req)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -598,6 +599,14 @@ func TestC06Refunds(t *testing.T) {
 	}
 	if _, has := response.GetDynamicMetadata().AsMap()["weir"].(map[string]any)["receipt"]; has {
 		t.Error("a refund has a receipt")
+	}
+	// Without a receipt nobody knows whether a quota-mode limit was charged.
+	s.verdict.Quotas = s.verdict.Quotas[:1]
+	if _, err := service.ShouldRateLimit(fromLoopback(t), req); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.asked[1]; len(got.Budgets) != 1 || len(got.Quotas) != 1 || got.Quotas[0].Consumer == nil {
+		t.Errorf("without a receipt, asked %+v", got)
 	}
 }
 

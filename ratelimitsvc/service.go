@@ -18,8 +18,9 @@
 // # Refunds
 //
 // An allowed answer carries a receipt, weir.receipt in its dynamic metadata. A refund
-// that brings it back, as gRPC metadata [ReceiptKey], goes into the windows that were
-// charged, however much later it comes; one without goes into the current windows.
+// that brings it back, as gRPC metadata [ReceiptKey], goes into the limits and the windows
+// that were charged, however much later it comes. One without goes into the current windows,
+// and not into limits with quota_mode, which may not have been charged.
 //
 // # Outcomes
 //
