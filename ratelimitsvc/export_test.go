@@ -33,8 +33,9 @@ func ParseReceipt(domain, text string) (at time.Time, charged []byte, err error)
 // RefreshUsage reads the usage for the gauges once.
 func (s *Service) RefreshUsage(ctx context.Context) { s.refreshUsage(ctx) }
 
-// CheckHealth is what Run does once a second.
+// CheckHealth and EnrolAgain are what Run does once a second, beside each other.
 func (s *Service) CheckHealth(ctx context.Context) { s.checkHealth(ctx) }
+func (s *Service) EnrolAgain(ctx context.Context)  { s.enrolAgain(ctx) }
 
 // MinReceipt and MaxReceipt bound the instants of receipts.
 func MinReceipt() time.Time { return time.UnixMicro(minReceipt) }
