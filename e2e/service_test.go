@@ -432,6 +432,25 @@ descriptors:
 	c.want("OVER: OVER 0 OVER 0 OK 98", ds...)
 }
 
+// What an exhausted limit with quota_mode was not charged, its refund does not give back.
+func TestQuotaModeRefundsThroughTheService(t *testing.T) {
+	t.Parallel()
+
+	c := newCounterService(t, `
+domain: test
+descriptors:
+  - {key: a, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 10}}
+  - {key: b, quota_mode: true, rate_limit: {unit: day, requests_per_unit: 100}}
+`)
+	receipt := receiptOf(c.want("OK: OK 0 OK 90", hits(10, "a=1"), hits(10, "b=1")))
+	for range 2 {
+		overflow := receiptOf(c.want("OK: OVER 0 OK 80", hits(10, "a=1"), hits(10, "b=1")))
+		c.wantWith(overflow, "OK: OK 0 OK 90", hits(-10, "a=1"), hits(-10, "b=1"))
+		c.want("OK: OVER 0 OK 90", hits(1, "a=1"), hits(0, "b=1"))
+	}
+	c.wantWith(receipt, "OK: OK 4 OK 94", hits(-4, "a=1"), hits(-4, "b=1"))
+}
+
 func TestReplacedAndUnlimitedThroughTheService(t *testing.T) {
 	t.Parallel()
 

@@ -193,7 +193,8 @@ func TestReceipts(t *testing.T) {
 	both := request(5, "consumer=a", "soft=a")
 	refund(both.GetDescriptors()[:1])
 	s.verdict.Quotas = append(s.verdict.Quotas, reservation(-1, 1))
-	if _, err := service.ShouldRateLimit(fromLoopback(t, receipt), both); err != nil || s.asked[3].Quotas[0].ChargedAt.IsZero() || !s.asked[3].Quotas[1].ChargedAt.IsZero() {
+	ofTwo := ratelimitsvc.NewReceipt("test", charged, 8, 4)
+	if _, err := service.ShouldRateLimit(fromLoopback(t, ofTwo), both); err != nil || s.asked[3].Quotas[0].ChargedAt.IsZero() || !s.asked[3].Quotas[1].ChargedAt.IsZero() {
 		t.Errorf("a refund and a charge: %v, %+v", err, s.asked[3].Quotas)
 	}
 
@@ -202,7 +203,7 @@ func TestReceipts(t *testing.T) {
 	flipped[5] ^= 1
 	for name, receipts := range map[string][]string{
 		"empty": {""}, "no base64": {strings.Repeat("!", len(receipt))}, "short": {receipt[1:]}, "long": {receipt + "A"},
-		"changed": {string(flipped)}, "huge": {strings.Repeat("A", 1<<16)}, "two": {receipt, receipt}, "no UTF-8": {"\xff" + receipt[1:]},
+		"changed": {string(flipped)}, "huge": {strings.Repeat("A", 1<<16)}, "two": {receipt, receipt}, "of two descriptors": {ofTwo}, "no UTF-8": {"\xff" + receipt[1:]},
 	} {
 		_, err := service.ShouldRateLimit(fromLoopback(t, receipts...), back)
 		if status.Code(err) != codes.InvalidArgument || !strings.Contains(err.Error(), ratelimitsvc.ReceiptKey) || len(err.Error()) > 512 {
@@ -259,4 +260,143 @@ func TestReceiptOfAnotherDomain(t *testing.T) {
 	if status.Code(err) != codes.InvalidArgument {
 		t.Errorf("error = %v, want INVALID_ARGUMENT", err)
 	}
+}
+
+// A refund gives back what its receipt says was charged, and nothing that an allowed request
+// was let pass without.
+func TestReceiptsSayWhatWasCharged(t *testing.T) {
+	t.Parallel()
+
+	inert := policy.QuotaState{Unknown: true}
+	overflow := reservation(-1, 1, 1)
+	overflow.Overflow = true
+	used := reservation(-1, 1)
+	denied := reservation(0, 5)
+	for _, test := range []struct {
+		name        string
+		descriptors []string
+		verdict     policy.Verdict
+		refunded    string // the kinds that are asked to be given back, of all descriptors and of shadows
+	}{
+		{
+			name:        "one of two quota-mode limits was exhausted",
+			descriptors: []string{"soft=a", "softer=a"},
+			verdict:     policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{denied, used}},
+			refunded:    "hour",
+		},
+		{
+			name:        "the other one was",
+			descriptors: []string{"soft=a", "softer=a"},
+			verdict:     policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{used, denied}},
+			refunded:    "minute",
+		},
+		{
+			name:        "an inert quota beside limits that are charged",
+			descriptors: []string{"all=" + nodeID},
+			verdict: policy.Verdict{
+				Allowed: true, Budgets: []policy.BudgetState{bucket(true, 1)}, Limiters: []policy.LimiterState{{Covered: true}},
+				Quotas: []policy.QuotaState{used, inert},
+			},
+			refunded: "budget limiter hour",
+		},
+		{
+			name:        "only an inert quota",
+			descriptors: []string{"consumer=a"},
+			verdict:     policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{inert}},
+		},
+		{
+			name:        "the overflow counter",
+			descriptors: []string{"consumer=a"},
+			verdict:     policy.Verdict{Allowed: true, Quotas: []policy.QuotaState{overflow}},
+			refunded:    "daily",
+		},
+		{
+			name:        "of two limits in shadow, one would have refused",
+			descriptors: []string{"tried=" + nodeID, "path=/", "tried=" + nodeID},
+			verdict: policy.Verdict{
+				Allowed: true, Quotas: []policy.QuotaState{used},
+				Shadows: []policy.Verdict{
+					{Budgets: []policy.BudgetState{bucket(false, 0)}, Quotas: []policy.QuotaState{used}},
+					{Allowed: true, Budgets: []policy.BudgetState{bucket(true, 0)}, Quotas: []policy.QuotaState{used}},
+				},
+			},
+			refunded: "minute shadow budget daily",
+		},
+		{
+			name:        "limits in shadow alone",
+			descriptors: []string{"tried=" + nodeID},
+			verdict: policy.Verdict{
+				Allowed: true, Shadows: []policy.Verdict{{Budgets: []policy.BudgetState{bucket(false, 0)}, Quotas: []policy.QuotaState{used}}},
+			},
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			s := &echo{store: store{verdict: test.verdict}}
+			service := newService(t, &s.store, kindsPolicy, allowed(policy.Client{Refunds: true}), func(c *ratelimitsvc.Config) { c.Decider = s })
+			req := request(3, test.descriptors...)
+			response, err := service.ShouldRateLimit(fromLoopback(t), req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.asked, s.covers = nil, true
+			refund(req.GetDescriptors())
+			if _, err := service.ShouldRateLimit(fromLoopback(t, receiptOf(t, response)), req); err != nil {
+				t.Fatal(err)
+			}
+			var got []string
+			for i := range s.asked {
+				got = append(got, kindsOf(&s.asked[i])...)
+			}
+			if got := strings.Join(got, " "); got != test.refunded {
+				t.Errorf("given back to %q, want %q", got, test.refunded)
+			}
+		})
+	}
+}
+
+// echo is a store that covers whatever it is asked, once covers is set.
+type echo struct {
+	store
+
+	covers bool
+}
+
+func (e *echo) Decide(ctx context.Context, req policy.Request) (policy.Verdict, error) {
+	v, err := e.store.Decide(ctx, req)
+	if e.covers {
+		v = coveredAll(&req)
+	}
+	return v, err
+}
+
+func coveredAll(req *policy.Request) policy.Verdict {
+	v := policy.Verdict{
+		Allowed: true, Budgets: make([]policy.BudgetState, len(req.Budgets)), Limiters: make([]policy.LimiterState, len(req.Limiters)),
+	}
+	for _, d := range req.Quotas {
+		v.Quotas = append(v.Quotas, reservation(-1, make([]int64, len(d.Budgets))...))
+	}
+	for i := range req.Shadows {
+		v.Shadows = append(v.Shadows, coveredAll(&req.Shadows[i]))
+	}
+	return v
+}
+
+// kindsOf names the debits of a request, windows by the first.
+func kindsOf(req *policy.Request) []string {
+	var kinds []string
+	for range req.Budgets {
+		kinds = append(kinds, "budget")
+	}
+	for range req.Limiters {
+		kinds = append(kinds, "limiter")
+	}
+	for _, d := range req.Quotas {
+		kinds = append(kinds, d.Budgets[0].Key)
+	}
+	for i := range req.Shadows {
+		kinds = append(append(kinds, "shadow"), kindsOf(&req.Shadows[i])...)
+	}
+	return kinds
 }

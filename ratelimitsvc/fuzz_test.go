@@ -201,26 +201,36 @@ func FuzzJSON(f *testing.F) {
 	})
 }
 
-// Each receipt names its instant, to the microsecond; any other text names none, unless it
-// is one, letter for letter.
+// Each receipt names its instant, to the microsecond, and what was charged; any other text
+// names none, unless it is one, letter for letter.
 func FuzzReceipt(f *testing.F) {
 	for _, at := range []time.Time{noon, ratelimitsvc.MinReceipt(), ratelimitsvc.MaxReceipt()} {
-		f.Add("test", ratelimitsvc.NewReceipt("test", at))
+		f.Add("test", ratelimitsvc.NewReceipt("test", at, 0, 15, 1))
 	}
 	f.Add("", "")
 	f.Add("\xff", strings.Repeat("A", 18))
+	f.Add("test", ratelimitsvc.NewReceipt("test", noon))
+	f.Add("test", ratelimitsvc.NewReceipt("test", noon, 16))
+	f.Add("test", ratelimitsvc.NewReceipt("test", noon, make([]byte, 65)...))
 	f.Fuzz(func(t *testing.T, domain, text string) {
-		if at, err := ratelimitsvc.ParseReceipt(domain, text); err == nil {
-			if again := ratelimitsvc.NewReceipt(domain, at); again != text {
-				t.Errorf("%q and %q are both %v", text, again, at)
+		if at, charged, err := ratelimitsvc.ParseReceipt(domain, text); err == nil {
+			if again := ratelimitsvc.NewReceipt(domain, at, charged...); again != text {
+				t.Errorf("%q and %q are both of %v", text, again, at)
+			}
+			if len(charged) == 0 || len(charged) > 64 || slices.Max(charged) > 15 {
+				t.Errorf("%q is of %v", text, charged)
 			}
 		}
 		var b [8]byte
 		copy(b[:], text)
 		at := time.UnixMicro(int64(binary.LittleEndian.Uint64(b[:]) % uint64(ratelimitsvc.MaxReceipt().UnixMicro())))
-		got, err := ratelimitsvc.ParseReceipt(domain, ratelimitsvc.NewReceipt(domain, at))
-		if err != nil || !got.Equal(at) {
-			t.Errorf("the receipt of %v gives %v, %v", at, got, err)
+		charged := []byte{b[0] % 16}
+		for i := range min(len(domain), 63) {
+			charged = append(charged, domain[i]%16)
+		}
+		got, gotCharged, err := ratelimitsvc.ParseReceipt(domain, ratelimitsvc.NewReceipt(domain, at, charged...))
+		if err != nil || !got.Equal(at) || !slices.Equal(gotCharged, charged) {
+			t.Errorf("the receipt of %v at %v gives %v at %v, %v", charged, at, gotCharged, got, err)
 		}
 	})
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -13,6 +14,7 @@ import (
 	"strings"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"google.golang.org/grpc/status"
 
 	"github.com/weir-dev/weir/policy"
 	"github.com/weir-dev/weir/quota"
@@ -37,14 +39,23 @@ func (s *Service) Handler() http.Handler {
 }
 
 func (s *Service) serveHealth(w http.ResponseWriter, _ *http.Request) {
-	if !s.healthy.Load() {
+	switch {
+	case s.healthy.Load():
+		_, _ = w.Write([]byte("OK")) // the client may be gone
+	case s.draining.Load():
+		http.Error(w, "draining", http.StatusInternalServerError)
+	default:
 		http.Error(w, "the store does not answer", http.StatusInternalServerError)
-		return
 	}
-	_, _ = w.Write([]byte("OK")) // the client may be gone
 }
 
-const defaultPage = 100 // consumers
+const (
+	defaultPage = 100 // consumers
+
+	// maxUsageReads is how many requests for usage may read the store at once, so that
+	// connections are left for decisions however many look.
+	maxUsageReads = 2
+)
 
 // usagePage is the answer of /quotas/usage.
 type usagePage struct {
@@ -71,14 +82,20 @@ type usageEntry struct {
 // serveUsage lists a domain's consumers and what they have used of the quotas in
 // force. Query: domain, which may be absent where there is only one; and one
 // entry=key=value a level for a single consumer, or limit (1 to 1000, 100 by default)
-// and after to page through all.
+// and after to page through all. A client sees the domains that it may ask for.
 func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 	q, err := parseUsageQuery(r.URL.Query())
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	p, err := s.policyOf(q.domain)
+	domain := s.domainOf(q)
+	client, err := s.permit(httpCaller(r), domain)
+	if err != nil {
+		http.Error(w, status.Convert(err).Message(), httpCode(err))
+		return
+	}
+	p, err := s.policyOf(domain, client)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
@@ -96,7 +113,7 @@ func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 	answer := usagePage{Now: query.Now.Unix(), Consumers: []consumerUsage{}}
 	var page []policy.ConsumerUsage
 	if q.one == nil || one.Entries != nil {
-		if page, err = s.config.Usage.Consumers(r.Context(), query); err != nil {
+		if page, err = s.readUsage(r.Context(), query); err != nil {
 			s.usageFailed(w, r, err)
 			return
 		}
@@ -122,20 +139,44 @@ func (s *Service) serveUsage(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// policyOf returns the policy of a domain, or the only one when no domain is named.
-func (s *Service) policyOf(domain string) (*policy.Policy, error) {
-	domains := s.config.Policies.Domains()
-	if domain == "" && len(domains) == 1 {
-		domain = domains[0]
+// domainOf returns the domain that a query names, or the only one if it names none.
+func (s *Service) domainOf(q usageQuery) string {
+	if domains := s.config.Policies.Domains(); q.domain == "" && len(domains) == 1 {
+		return domains[0]
 	}
+	return q.domain
+}
+
+// policyOf returns the policy of a domain; the error tells a client of those that it may ask
+// for.
+func (s *Service) policyOf(domain string, client policy.Client) (*policy.Policy, error) {
 	p, ok := s.config.Policies.Domain(domain)
 	if !ok {
+		domains := slices.DeleteFunc(s.config.Policies.Domains(), func(d string) bool { return !client.MayAsk(d) })
 		return nil, fmt.Errorf("domain: must be one of %s, not %q", strings.Join(domains, ", "), domain)
 	}
 	return p, nil
 }
 
+var errUsageBusy = errors.New("others are reading the usage")
+
+// readUsage reads a page, unless as many others do as may.
+func (s *Service) readUsage(ctx context.Context, query policy.ConsumersQuery) ([]policy.ConsumerUsage, error) {
+	select {
+	case s.usageReads <- struct{}{}:
+		defer func() { <-s.usageReads }()
+		return s.config.Usage.Consumers(ctx, query)
+	default:
+		return nil, errUsageBusy
+	}
+}
+
 func (s *Service) usageFailed(w http.ResponseWriter, r *http.Request, err error) {
+	if errors.Is(err, errUsageBusy) {
+		w.Header().Set("Retry-After", "1")
+		http.Error(w, err.Error(), http.StatusServiceUnavailable)
+		return
+	}
 	s.config.Logger.LogAttrs(r.Context(), slog.LevelWarn, "reading usage", slog.Any("err", err))
 	http.Error(w, "the store does not answer", http.StatusInternalServerError)
 }

@@ -138,7 +138,7 @@ func (p *plan) consumer(a *answer) string {
 			if debit.kind != debitQuota || !d.enforced() {
 				continue
 			}
-			decided := a.decisive != nil && a.decisive.kind == debitQuota && a.decisive.limit == d.limit
+			decided := a.decisive != nil && a.decisive.kind == debitQuota && a.decisive.descriptor == i
 			if name == "" || decided {
 				name = describeEntries(p.request.Quotas[debit.at].Consumer.Entries)
 			}

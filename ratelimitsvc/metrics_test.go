@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -354,6 +355,7 @@ func TestEnrolment(t *testing.T) {
 	check := func(want string) {
 		t.Helper()
 		service.CheckHealth(t.Context())
+		service.EnrolAgain(t.Context())
 		if code, _ := get(t, service, "/healthcheck"); code != http.StatusOK {
 			t.Errorf("GET /healthcheck = %d", code)
 		}
@@ -370,4 +372,84 @@ func TestEnrolment(t *testing.T) {
 	ask(t, service, request(1, "consumer=alice"))
 	check("alice bob alice bob")
 	check("alice bob alice bob")
+
+	// While the store does not answer there is no use in trying.
+	ask(t, service, request(1, "consumer=alice"))
+	s.err = errDown
+	service.CheckHealth(t.Context())
+	service.EnrolAgain(t.Context())
+	s.err = nil
+	service.CheckHealth(t.Context())
+	mu.Lock()
+	got := strings.Join(enrolled, " ")
+	mu.Unlock()
+	if got != "alice bob alice bob" {
+		t.Errorf("enrolled %q while the store did not answer", got)
+	}
+	check("alice bob alice bob alice bob")
+}
+
+// An enrolment that hangs holds up no check of the store's health; and what stops says that
+// it drains, not that the store does not answer.
+func TestHealthBesideEnrolment(t *testing.T) {
+	t.Parallel()
+
+	var failing atomic.Bool
+	enrolling, release := make(chan struct{}, 1), make(chan struct{})
+	service := newService(t, &store{}, quotaPolicy, func(c *ratelimitsvc.Config) {
+		c.Enrol = func(context.Context, []policy.Consumer, time.Time) error {
+			select {
+			case enrolling <- struct{}{}:
+			default:
+			}
+			<-release
+			return nil
+		}
+		c.Ping = func(context.Context) error {
+			if failing.Load() {
+				return errDown
+			}
+			return nil
+		}
+	})
+	health := func(want int, says string) {
+		t.Helper()
+		for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+			code, body := get(t, service, "/healthcheck")
+			if code == want && strings.TrimSpace(body) == says {
+				return
+			}
+			if time.Now().After(deadline) {
+				t.Fatalf("GET /healthcheck = %d %s, want %d %s", code, body, want, says)
+			}
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- service.Run(ctx) }()
+	<-enrolling
+	health(http.StatusOK, "OK")
+	failing.Store(true)
+	health(http.StatusInternalServerError, "the store does not answer")
+	failing.Store(false)
+	health(http.StatusOK, "OK")
+	cancel()
+	health(http.StatusInternalServerError, "draining")
+	close(release)
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// Of two consumers on one node of the policy, the log names the one whose quota refused.
+func TestLogNamesWhoWasRefused(t *testing.T) {
+	t.Parallel()
+
+	var log lines
+	s := &store{verdict: policy.Verdict{Quotas: []policy.QuotaState{reservation(-1, 1), reservation(0, 5)}}}
+	ask(t, newService(t, s, quotaPolicy, logTo(&log)), request(1, "consumer=carol", "consumer=dave"))
+	records := log.records(t)
+	if len(records) != 1 || records[0]["consumer"] != "consumer=dave" {
+		t.Errorf("logged %v, want consumer=dave in it", records)
+	}
 }

@@ -42,9 +42,12 @@ type planned struct {
 	limit   *policy.Limit // nil when nothing applies
 	counter policy.CounterID
 	cost    int64 // negative for a refund
-	asked   [debitKinds]debit
-	kinds   int // how many of them there are
-	shadow  int // index of the request of its own that a limit in shadow is, or -1
+	refund  bool  // it gives back, if only 0, and only to what is refundable
+
+	refundable kindSet
+	asked      [debitKinds]debit
+	kinds      int // how many of them there are
+	shadow     int // index of the request of its own that a limit in shadow is, or -1
 
 	malformed bool
 }
@@ -96,13 +99,13 @@ func (s *Service) plan(ctx context.Context, req *rlsv3.RateLimitRequest, c calle
 		if err := checkDescriptor(i, d, client); err != nil {
 			return nil, err
 		}
-		p.descriptors[i] = planned{entries: entriesOf(d), cost: costOf(req, d), shadow: -1}
+		p.descriptors[i] = planned{entries: entriesOf(d), cost: costOf(req, d), refund: d.GetIsNegativeHits(), shadow: -1}
 		refunds = refunds || d.GetIsNegativeHits()
 		p.refunds = p.refunds && d.GetIsNegativeHits()
 	}
-	var chargedAt time.Time
+	var charge receipt
 	if refunds {
-		if chargedAt, err = chargedAtOf(p.domain, receiptsOf(ctx)); err != nil {
+		if charge, err = receiptOf(p.domain, receiptsOf(ctx), n); err != nil {
 			return nil, err
 		}
 	}
@@ -112,7 +115,7 @@ func (s *Service) plan(ctx context.Context, req *rlsv3.RateLimitRequest, c calle
 	}
 	if domain, known := s.config.Policies.Domain(p.domain); known {
 		p.known, p.headers = true, domain.Headers
-		p.match(domain, req.GetDescriptors(), chargedAt)
+		p.match(domain, req.GetDescriptors(), charge)
 	}
 	return p, nil
 }
@@ -149,20 +152,23 @@ var overrideUnits = map[typev3.RateLimitUnit]quota.Unit{
 	typev3.RateLimitUnit_YEAR:   quota.Year,
 }
 
-// chargedAtOf returns the instant that the receipt of a refund names, the zero instant if
+// receiptOf returns the receipt of a refund with so many descriptors, the zero receipt if
 // there is none.
-func chargedAtOf(domain string, receipts []string) (time.Time, error) {
+func receiptOf(domain string, receipts []string, descriptors int) (receipt, error) {
 	switch len(receipts) {
 	case 0:
-		return time.Time{}, nil
+		return receipt{}, nil
 	case 1:
-		at, err := parseReceipt(domain, receipts[0])
+		r, err := parseReceipt(domain, receipts[0])
 		if err != nil {
-			return time.Time{}, status.Errorf(codes.InvalidArgument, "%s: %q %v", ReceiptKey, truncate(receipts[0]), err)
+			return receipt{}, status.Errorf(codes.InvalidArgument, "%s: %q %v", ReceiptKey, truncate(receipts[0]), err)
 		}
-		return at, nil
+		if len(r.charged) != descriptors {
+			return receipt{}, status.Errorf(codes.InvalidArgument, "%s: is of a charge with %d descriptors, not %d", ReceiptKey, len(r.charged), descriptors)
+		}
+		return r, nil
 	}
-	return time.Time{}, status.Errorf(codes.InvalidArgument, "%s: stands %d times", ReceiptKey, len(receipts))
+	return receipt{}, status.Errorf(codes.InvalidArgument, "%s: stands %d times", ReceiptKey, len(receipts))
 }
 
 func entriesOf(d *ratelimitv3.RateLimitDescriptor) policy.Descriptor {
@@ -188,7 +194,7 @@ func costOf(req *rlsv3.RateLimitRequest, d *ratelimitv3.RateLimitDescriptor) int
 }
 
 // match finds what applies to each descriptor, and asks for it.
-func (p *plan) match(domain *policy.Policy, ds []*ratelimitv3.RateLimitDescriptor, chargedAt time.Time) {
+func (p *plan) match(domain *policy.Policy, ds []*ratelimitv3.RateLimitDescriptor, charge receipt) {
 	matches := make([]policy.Match, len(ds))
 	for i, d := range ds {
 		if d.GetLimit() == nil {
@@ -212,6 +218,16 @@ func (p *plan) match(domain *policy.Policy, ds []*ratelimitv3.RateLimitDescripto
 			// or not at all, as they would be without the shadow, and no other
 			// descriptor in shadow is kept from being charged.
 			request = &policy.Request{Now: p.request.Now}
+		}
+		var chargedAt time.Time
+		if d.refund {
+			d.refundable = refundableBlindly(d.limit)
+			if charge.charged != nil {
+				d.refundable = charge.charged[i]
+			}
+			if d.cost < 0 {
+				chargedAt = charge.at
+			}
 		}
 		d.ask(request, matches[i], chargedAt)
 		if !d.limit.Shadow {
@@ -240,32 +256,44 @@ func (d *planned) override(domain string, own *ratelimitv3.RateLimitDescriptor_R
 	d.counter = policy.OverrideCounter(domain, d.entries)
 }
 
+// wants reports whether to ask for a limit of this kind, if the descriptor has one.
+func (d *planned) wants(kind debitKind) bool { return !d.refund || d.refundable.has(kind) }
+
+// refundableBlindly are the kinds to which a refund without a receipt gives back. A limit
+// with quota_mode is not among them: requests pass without being charged to it.
+func refundableBlindly(l *policy.Limit) kindSet {
+	all := kindSet(1<<debitKinds - 1)
+	if l.QuotaMode {
+		return all &^ (1 << debitRateLimit)
+	}
+	return all
+}
+
 // ask adds all that the descriptor's limit wants of the store to the request. A limit
-// whose bucket cannot be named asks for nothing.
+// whose bucket cannot be named asks for nothing; a refund has nothing to give back to
+// there, and is never refused.
 func (d *planned) ask(request *policy.Request, m policy.Match, chargedAt time.Time) {
 	l := d.limit
-	if l.Budget != nil {
+	if l.Budget != nil && d.wants(debitBudget) {
 		key, err := m.BucketKey()
-		if err != nil {
-			// A refund has nothing to give back to, and is never refused.
-			d.malformed = d.cost >= 0
+		switch {
+		case err == nil:
+			d.add(debitBudget, len(request.Budgets))
+			request.Budgets = append(request.Budgets, policy.BudgetDebit{
+				Scope: l.Budget.Scope, Key: key, Budget: l.Budget.Budget, Cost: d.cost,
+			})
+		case !d.refund:
+			d.malformed = true
 			return
 		}
-		d.add(debitBudget, len(request.Budgets))
-		request.Budgets = append(request.Budgets, policy.BudgetDebit{
-			Scope: l.Budget.Scope, Key: key, Budget: l.Budget.Budget, Cost: d.cost,
-		})
 	}
-	if l.Limiter != nil {
+	if l.Limiter != nil && d.wants(debitLimiter) {
 		d.add(debitLimiter, len(request.Limiters))
 		request.Limiters = append(request.Limiters, policy.LimiterDebit{
 			Bucket: m.LimiterBucket(), Policy: *l.Limiter, Cost: d.cost,
 		})
 	}
-	if d.cost >= 0 {
-		chargedAt = time.Time{}
-	}
-	if l.RateLimit != nil {
+	if l.RateLimit != nil && d.wants(debitRateLimit) {
 		counter := d.counter
 		if counter == (policy.CounterID{}) {
 			counter = m.RateLimitCounter()
@@ -273,10 +301,10 @@ func (d *planned) ask(request *policy.Request, m policy.Match, chargedAt time.Ti
 		d.add(debitRateLimit, len(request.Quotas))
 		request.Quotas = append(request.Quotas, policy.QuotaDebit{
 			Counter: counter, Budgets: []quota.Budget{*l.RateLimit}, Cost: d.cost, ChargedAt: chargedAt,
-			Optional: l.QuotaMode && !l.Shadow && d.cost >= 0,
+			Optional: l.QuotaMode && !l.Shadow && !d.refund,
 		})
 	}
-	if len(l.Quota) > 0 {
+	if len(l.Quota) > 0 && d.wants(debitQuota) {
 		consumer := m.Consumer()
 		d.add(debitQuota, len(request.Quotas))
 		request.Quotas = append(request.Quotas, policy.QuotaDebit{

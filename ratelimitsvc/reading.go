@@ -14,21 +14,22 @@ import (
 // A reading is one limit's state after the decision, in the terms of headers: a bucket,
 // or one window.
 type reading struct {
-	limit     *policy.Limit
-	kind      debitKind
-	key       string // which window of a quota; "" for others
-	refused   bool   // it could not cover the cost
-	blocks    bool   // and that is why the request is refused
-	optional  bool   // it refuses only together with all other optional ones
-	never     bool   // the cost is above the whole limit
-	rank      int    // which refusal is shown: rates first, then the shorter window
-	size      int64
-	remaining int64
-	window    int64         // seconds from empty to whole, at least 1
-	reset     time.Duration // until it is whole again
-	wait      time.Duration // until it covers the cost, when refused and not never
-	perUnit   uint32        // the protocol's current limit
-	unit      rlsv3.RateLimitResponse_RateLimit_Unit
+	descriptor int // its index in the request
+	limit      *policy.Limit
+	kind       debitKind
+	key        string // which window of a quota; "" for others
+	refused    bool   // it could not cover the cost
+	blocks     bool   // and that is why the request is refused
+	optional   bool   // it refuses only together with all other optional ones
+	never      bool   // the cost is above the whole limit
+	rank       int    // which refusal is shown: rates first, then the shorter window
+	size       int64
+	remaining  int64
+	window     int64         // seconds from empty to whole, at least 1
+	reset      time.Duration // until it is whole again
+	wait       time.Duration // until it covers the cost, when refused and not never
+	perUnit    uint32        // the protocol's current limit
+	unit       rlsv3.RateLimitResponse_RateLimit_Unit
 }
 
 // left is what remains relative to the limit's size.
@@ -110,8 +111,10 @@ func budgetReading(l *policy.Limit, request *policy.Request, at int, state polic
 				s.add(d.Cost)
 			}
 		}
-		wait, ok := b.Wait(state.Tokens, state.RefilledAt, now, float64(s.most))
-		r.wait, r.never = wait, !ok
+		// As whole numbers, since a double does not hold each one above 2^53.
+		if r.never = s.most > r.size; !r.never {
+			r.wait, _ = b.Wait(state.Tokens, state.RefilledAt, now, float64(s.most))
+		}
 	}
 	return r
 }
@@ -171,7 +174,7 @@ func quotaReadings(rs []reading, l *policy.Limit, d debit, request *policy.Reque
 			r.key = b.Key
 		}
 		if state.Denied >= 0 && i >= state.Denied && debit.Cost > 0 {
-			need := windowNeed(request, debit.Counter, b.Unit)
+			need := windowNeed(request, debit, b.Unit)
 			r.refused = i == state.Denied || state.Used[i] > b.Limit-need
 			r.never = need > b.Limit
 			r.wait = r.reset
@@ -181,12 +184,16 @@ func quotaReadings(rs []reading, l *policy.Limit, d debit, request *policy.Reque
 	return rs
 }
 
-// windowNeed is what the request wants of a counter's current window.
-func windowNeed(request *policy.Request, counter policy.CounterID, unit quota.Unit) int64 {
+// windowNeed is what the request wants of a counter's current window. An optional debit
+// wants its own cost alone: that others fit beside it is not what the request waits for.
+func windowNeed(request *policy.Request, debit policy.QuotaDebit, unit quota.Unit) int64 {
+	if debit.Optional {
+		return debit.Cost
+	}
 	var s sum
 	window := unit.Window(request.Now.Unix())
 	for _, d := range request.Quotas {
-		if d.Counter == counter && (d.ChargedAt.IsZero() || window.Contains(d.ChargedAt.Unix())) {
+		if d.Counter == debit.Counter && (d.ChargedAt.IsZero() || window.Contains(d.ChargedAt.Unix())) {
 			s.add(d.Cost)
 		}
 	}

@@ -39,6 +39,7 @@ type answer struct {
 	retryAfter   int64    // seconds, 0 when there is no such header
 	shadowDenied []string // names of limits in shadow that would have refused
 	cause        error    // why it could not be decided
+	receipt      string   // of what was charged; "" if there is nothing to give back
 }
 
 // render turns the store's verdict into the protocol's response.
@@ -54,8 +55,12 @@ func (p *plan) render(v policy.Verdict) answer {
 	all := few[:0]
 	var ends [maxDescriptors]int // of the readings of each descriptor
 	for i := range p.descriptors {
+		begin := len(all)
 		if d := &p.descriptors[i]; d.enforced() {
 			all = d.readings(all, &p.request, &v)
+			for k := begin; k < len(all); k++ {
+				all[k].descriptor = i
+			}
 		}
 		ends[i] = len(all)
 	}
@@ -80,7 +85,7 @@ func (p *plan) render(v policy.Verdict) answer {
 		if d.limit == nil || !d.limit.Unlimited {
 			response.Statuses[i] = own.status()
 		}
-		if d.limit != nil && d.limit.Shadow && d.cost >= 0 && (d.malformed || d.shadow >= 0 && !v.Shadows[d.shadow].Allowed) {
+		if d.limit != nil && d.limit.Shadow && !d.refund && (d.malformed || d.shadow >= 0 && !v.Shadows[d.shadow].Allowed) {
 			a.deniedInShadow(d.limit.Name)
 		}
 	}
@@ -92,6 +97,9 @@ func (p *plan) render(v policy.Verdict) answer {
 	if decisive != nil {
 		d := *decisive // leaves the rest to the stack
 		a.decisive = &d
+	}
+	if v.Allowed && p.charges() {
+		a.receipt = p.receipt(&v)
 	}
 	a.response = response
 	response.DynamicMetadata = p.metadata(&a)
@@ -169,8 +177,8 @@ func (p *plan) metadata(a *answer) *structpb.Struct {
 		}
 		weir["shadow_denied"] = structpb.NewListValue(&structpb.ListValue{Values: names})
 	}
-	if a.outcome == outcomeAllowed && a.cause == nil && p.charges() {
-		weir["receipt"] = structpb.NewStringValue(newReceipt(p.domain, p.request.Now))
+	if a.receipt != "" {
+		weir["receipt"] = structpb.NewStringValue(a.receipt)
 	}
 	fields := map[string]*structpb.Value{
 		"weir": structpb.NewStructValue(&structpb.Struct{Fields: weir}),
@@ -181,14 +189,44 @@ func (p *plan) metadata(a *answer) *structpb.Struct {
 	return &structpb.Struct{Fields: fields}
 }
 
-// charges reports whether an allowed request has spent anything that can be given back.
+// charges reports whether the request asks for anything that could be given back. Even if
+// nothing of it was charged it has a receipt, which then says so.
 func (p *plan) charges() bool {
 	for i := range p.descriptors {
-		if d := &p.descriptors[i]; d.cost > 0 && d.enforced() && d.kinds > 0 {
+		if d := &p.descriptors[i]; d.cost > 0 && d.kinds > 0 {
 			return true
 		}
 	}
 	return false
+}
+
+// receipt writes down what an allowed request was charged.
+func (p *plan) receipt(v *policy.Verdict) string {
+	var charged [maxDescriptors]kindSet
+	for i := range p.descriptors {
+		if d := &p.descriptors[i]; d.shadow >= 0 {
+			charged[i] = d.charged(&v.Shadows[d.shadow])
+		} else {
+			charged[i] = d.charged(v)
+		}
+	}
+	return receipt{at: p.request.Now, charged: charged[:len(p.descriptors)]}.text(p.domain)
+}
+
+// charged are the kinds of the descriptor's limits that were charged by the verdict on them.
+func (d *planned) charged(v *policy.Verdict) (kinds kindSet) {
+	if !v.Allowed || d.cost <= 0 {
+		return 0
+	}
+	for _, debit := range d.debits() {
+		if debit.kind == debitRateLimit || debit.kind == debitQuota {
+			if state := &v.Quotas[debit.at]; state.Unknown || state.Denied >= 0 {
+				continue
+			}
+		}
+		kinds.add(debit.kind)
+	}
+	return kinds
 }
 
 // limitMetadata merges what the policy says of the descriptors that passed, a later one

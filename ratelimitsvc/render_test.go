@@ -252,6 +252,14 @@ func TestRenderKinds(t *testing.T) {
 			metadata:    "outcome=refused reason=exhausted rule=soft remaining=5",
 		},
 		{
+			name:        "a quota-mode limit twice covers one of the costs after a while",
+			descriptors: []string{"soft=a", "soft=a"}, cost: 3,
+			verdict: policy.Verdict{Quotas: []policy.QuotaState{reservation(0, 5), reservation(0, 5)}},
+			over:    true, statuses: "OVER_LIMIT 0 1m0s, OVER_LIMIT 0 1m0s",
+			wantHeaders: "retry-after=60 x-ratelimit-limit=5 x-ratelimit-remaining=0 x-ratelimit-reset=1796040060",
+			metadata:    "outcome=refused reason=exhausted rule=soft remaining=0",
+		},
+		{
 			name:        "unlimited, and what it replaces is neither charged nor limited",
 			descriptors: []string{"staff=a", "path=/"},
 			statuses:    "OK 4294967295 none, OK 0 none",
@@ -302,7 +310,7 @@ func TestPlanKinds(t *testing.T) {
 		Allowed: true,
 		Budgets: []policy.BudgetState{bucket(true, 1), bucket(true, 1)}, Limiters: []policy.LimiterState{tokens(true, callerPolicy, 1), {Covered: true}},
 		Quotas:  []policy.QuotaState{reservation(-1, 1), reservation(-1, 1, 1), reservation(-1, 1)},
-		Shadows: []policy.Verdict{{Allowed: true}, {Allowed: true}},
+		Shadows: []policy.Verdict{{Allowed: true, Quotas: []policy.QuotaState{reservation(-1, 1)}}, {Allowed: true, Quotas: []policy.QuotaState{reservation(-1, 1)}}},
 	}}
 	ask(t, newService(t, s, kindsPolicy), request(3,
 		"caller=a", "tried="+nodeID, "node="+nodeID, "all="+nodeID, "soft=a", "staff=a", "path=/", "tried="+nodeID))
@@ -571,7 +579,8 @@ func TestC06Refunds(t *testing.T) {
 	service := newService(t, s, "headers: {on_allowed: true}"+kindsPolicy, allowed(policy.Client{Refunds: true}))
 	req := request(3, "node="+nodeID, "consumer=a", "soft=a", "node=malformed")
 	refund(req.GetDescriptors())[1].HitsAddend = wrapperspb.UInt64(1 << 60)
-	response, err := service.ShouldRateLimit(fromLoopback(t), req)
+	receipt := ratelimitsvc.NewReceipt("test", noon, 1, 8, 4, 0)
+	response, err := service.ShouldRateLimit(fromLoopback(t, receipt), req)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -590,5 +599,63 @@ func TestC06Refunds(t *testing.T) {
 	}
 	if _, has := response.GetDynamicMetadata().AsMap()["weir"].(map[string]any)["receipt"]; has {
 		t.Error("a refund has a receipt")
+	}
+	// Without a receipt nobody knows whether a quota-mode limit was charged.
+	s.verdict.Quotas = s.verdict.Quotas[:1]
+	if _, err := service.ShouldRateLimit(fromLoopback(t), req); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.asked[1]; len(got.Budgets) != 1 || len(got.Quotas) != 1 || got.Quotas[0].Consumer == nil {
+		t.Errorf("without a receipt, asked %+v", got)
+	}
+}
+
+// A double does not tell 2^53 + 1 from 2^53; the cost above the largest budget still never
+// fits.
+func TestLargestBudget(t *testing.T) {
+	t.Parallel()
+
+	s := &store{verdict: policy.Verdict{Budgets: []policy.BudgetState{bucket(false, policy.MaxUnits)}}}
+	req := request(1, "node="+nodeID)
+	req.Descriptors[0].HitsAddend = wrapperspb.UInt64(policy.MaxUnits + 1)
+	response := ask(t, newService(t, s, `
+domain: test
+descriptors:
+  - key: node
+    budget: {scope: ingest_node, per_second: 9007199254740992, burst: 9007199254740992}
+`), req)
+	const want = "outcome=refused reason=over_ceiling rule=node remaining=9007199254740992"
+	if got := describeMetadata(response); got != want {
+		t.Errorf("metadata %s, want %s", got, want)
+	}
+	if got := describeHeaders(response); strings.Contains(got, "retry-after") {
+		t.Errorf("headers %s, and no wait helps", got)
+	}
+}
+
+// A refund whose budget's key is malformed is refused no more than others, even if it gives
+// back nothing, and keeps nothing else from being given back.
+func TestRefundOfMalformedKey(t *testing.T) {
+	t.Parallel()
+
+	s := &store{verdict: policy.Verdict{
+		Allowed: true, Budgets: []policy.BudgetState{bucket(true, 100)}, Limiters: []policy.LimiterState{{Covered: true}},
+		Quotas: []policy.QuotaState{reservation(-1, 1), reservation(-1, 1, 1)},
+	}}
+	service := newService(t, s, kindsPolicy, allowed(policy.Client{Refunds: true}))
+	for _, cost := range []uint64{0, 3} {
+		s.asked = nil
+		req := request(3, "all=malformed", "node="+nodeID)
+		refund(req.GetDescriptors())[0].HitsAddend = wrapperspb.UInt64(cost)
+		response, err := service.ShouldRateLimit(fromLoopback(t), req)
+		if err != nil || response.GetOverallCode() != rlsv3.RateLimitResponse_OK {
+			t.Fatalf("a refund of %d: %v, %v", cost, response, err)
+		}
+		if len(s.asked) != 1 {
+			t.Fatalf("a refund of %d: the store was asked %d times", cost, len(s.asked))
+		}
+		if got := s.asked[0]; len(got.Budgets) != 1 || got.Budgets[0].Cost != -3 || len(got.Limiters) != 1 || len(got.Quotas) != 2 {
+			t.Errorf("a refund of %d: asked %+v", cost, got)
+		}
 	}
 }

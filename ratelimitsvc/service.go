@@ -18,8 +18,9 @@
 // # Refunds
 //
 // An allowed answer carries a receipt, weir.receipt in its dynamic metadata. A refund
-// that brings it back, as gRPC metadata [ReceiptKey], goes into the windows that were
-// charged, however much later it comes; one without goes into the current windows.
+// that brings it back, as gRPC metadata [ReceiptKey], goes into the limits and the windows
+// that were charged, however much later it comes. One without goes into the current windows,
+// and not into limits with quota_mode, which may not have been charged.
 //
 // # Outcomes
 //
@@ -120,6 +121,9 @@ type Service struct {
 	health  *health.Server
 	healthy atomic.Bool
 
+	draining   atomic.Bool   // Run has been told to end
+	usageReads chan struct{} // holds one for each request that reads the usage
+
 	unenrolled                            atomic.Bool // a named consumer may be unknown to the store
 	undecided, rejected, inert, enrolling sampler
 	overflowed                            sync.Map // domains whose overflow was told of
@@ -140,7 +144,7 @@ func New(config Config) (*Service, error) {
 	if err := config.Registry.Register(usage); err != nil {
 		return nil, err
 	}
-	s := &Service{config: config, metrics: m, usage: usage, health: health.NewServer()}
+	s := &Service{config: config, metrics: m, usage: usage, health: health.NewServer(), usageReads: make(chan struct{}, maxUsageReads)}
 	s.unenrolled.Store(true)
 	s.setHealthy(false)
 	return s, nil
@@ -163,13 +167,14 @@ const (
 
 // Run keeps the health answers and the usage gauges true until ctx ends, asking the store
 // once a second whether it answers and every 15 seconds for the usage. The service is
-// unhealthy until the first answer, and again after Run returns. When the store turns out
-// not to know a consumer that a policy names, it is enrolled.
+// unhealthy until the first answer, and again, as draining, when ctx has ended. When the
+// store turns out not to know a consumer that a policy names, it is enrolled.
 func (s *Service) Run(ctx context.Context) error {
-	var gauges sync.WaitGroup
-	defer gauges.Wait()
-	gauges.Go(func() { every(ctx, usageInterval, s.refreshUsage) })
-	defer s.setHealthy(false)
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	beside.Go(func() { every(ctx, usageInterval, s.refreshUsage) })
+	beside.Go(func() { every(ctx, healthInterval, s.enrolAgain) })
+	defer s.drain()
 	every(ctx, healthInterval, s.checkHealth)
 	return nil
 }
@@ -194,9 +199,6 @@ func (s *Service) checkHealth(ctx context.Context) {
 	err := s.config.Ping(pingCtx)
 	if ctx.Err() != nil {
 		return // which says nothing of the store
-	}
-	if err == nil && s.unenrolled.Load() {
-		s.enrolAgain(ctx)
 	}
 	if was := s.healthy.Load(); was != (err == nil) {
 		if err == nil {
@@ -230,9 +232,13 @@ func (s *Service) EnrolNamed(ctx context.Context) error {
 	return nil
 }
 
-// enrolAgain is EnrolNamed in the background. That it fails makes nobody unhealthy, as only
-// some quotas wait for it: the next check tries again.
+// enrolAgain is EnrolNamed in the background, if it is due and the store answers. It runs
+// beside the checks of health, since it may take longer; that it fails makes nobody unhealthy,
+// as only some quotas wait for it: the next call tries again.
 func (s *Service) enrolAgain(ctx context.Context) {
+	if !s.unenrolled.Load() || !s.healthy.Load() {
+		return
+	}
 	ctx, cancel := context.WithTimeout(ctx, enrolTimeout)
 	defer cancel()
 	err := s.EnrolNamed(ctx)
@@ -242,6 +248,11 @@ func (s *Service) enrolAgain(ctx context.Context) {
 	if suppressed, ok := s.enrolling.allow(s.config.Now()); ok {
 		s.config.Logger.LogAttrs(ctx, slog.LevelWarn, "quotas are inert", slog.Any("err", err), slog.Int64("suppressed", suppressed))
 	}
+}
+
+func (s *Service) drain() {
+	s.draining.Store(true)
+	s.setHealthy(false)
 }
 
 func (s *Service) setHealthy(healthy bool) {

@@ -20,10 +20,10 @@ import (
 	"github.com/weir-dev/weir/policy"
 )
 
-// accessFlags say how clients reach the service, and what they may ask.
+// accessFlags say how clients reach the service and the control plane, and what they may ask.
 type accessFlags struct {
 	Clients     string `help:"A file that says who may ask what. By default all may ask for every domain, without refunds and overrides." type:"path" placeholder:"FILE"`
-	TLSCert     string `name:"tls-cert" help:"The certificate of the service's ports, with those that vouch for it. Read again when it changes, as are the others." type:"path" placeholder:"FILE"`
+	TLSCert     string `name:"tls-cert" help:"The certificate of all ports, with those that vouch for it. Read again when it changes, as are the others." type:"path" placeholder:"FILE"`
 	TLSKey      string `name:"tls-key" help:"The certificate's key." type:"path" placeholder:"FILE"`
 	TLSClientCA string `name:"tls-client-ca" help:"Who signs the certificates of clients, which are then required." type:"path" placeholder:"FILE"`
 }
@@ -57,7 +57,7 @@ func (f accessFlags) load(logger *slog.Logger) (*policy.Clients, *certificates, 
 	return clients, c, err
 }
 
-// certificates are those of the service's ports, and read again when their files change.
+// certificates are those of all ports, and read again when their files change.
 // The files are read rather than watched: that also sees a change behind a symbolic link,
 // as in a mounted Kubernetes secret, and on file systems that notify nobody.
 type certificates struct {

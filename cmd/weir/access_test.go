@@ -12,23 +12,28 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	ratelimitv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/common/ratelimit/v3"
+	discoveryv3 "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
 	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
 	"github.com/weir-dev/weir/internal/certtest"
 	"github.com/weir-dev/weir/policy"
 	"github.com/weir-dev/weir/quota"
 	"github.com/weir-dev/weir/ratelimitsvc"
+	"github.com/weir-dev/weir/xds"
 )
 
 // A mount is a folder as Kubernetes mounts a secret: the files are links into a folder
@@ -415,6 +420,76 @@ func TestAccessFlags(t *testing.T) {
 		}
 	}
 	if _, err := policy.ParseClients("dev", []byte(devClients)); err != nil {
+		t.Error(err)
+	}
+}
+
+// The control plane has the certificates of the service.
+func TestControlPlaneTLS(t *testing.T) {
+	t.Parallel()
+
+	ca, m := certtest.NewAuthority(t, "ca"), newMount(t)
+	certificate, key := ca.Issue(t, certtest.Tomorrow())
+	m.put(t, certificate, key, ca.PEM)
+	logger := slog.New(slog.DiscardHandler)
+	_, certificates, err := m.flags(true).load(logger)
+	if err != nil {
+		t.Fatal(err)
+	}
+	listeners, err := listenAll([]binding{{"--xds-listen", "127.0.0.1:0"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	plane := xds.NewServer(xds.Config{Logger: logger})
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- serveControlPlane(logger, listeners[0], plane, certificates)(ctx) }()
+
+	// connects reports whether an Envoy that asks for clusters is heard.
+	connects := func(id string, how credentials.TransportCredentials) error {
+		conn, err := grpc.NewClient(address(listeners[0]), grpc.WithTransportCredentials(how))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		stream, err := discoveryv3.NewAggregatedDiscoveryServiceClient(conn).StreamAggregatedResources(ctx)
+		if err != nil {
+			return err
+		}
+		_ = stream.Send(&discoveryv3.DiscoveryRequest{ // its error is that of the stream
+			Node: &corev3.Node{Id: id}, TypeUrl: "type.googleapis.com/envoy.config.cluster.v3.Cluster",
+		})
+		ended := make(chan error, 1)
+		go func() {
+			_, err := stream.Recv()
+			ended <- err
+		}()
+		for {
+			if slices.ContainsFunc(plane.Nodes(), func(n xds.Node) bool { return n.ID == id }) {
+				return nil
+			}
+			select {
+			case err := <-ended:
+				return err
+			case <-time.After(2 * time.Millisecond):
+			}
+		}
+	}
+	if err := connects("a", credentials.NewTLS(ca.Client(t, ca, "spiffe://mesh/envoy"))); err != nil {
+		t.Errorf("with a certificate: %v", err)
+	}
+	for name, how := range map[string]credentials.TransportCredentials{
+		"no TLS": insecure.NewCredentials(), "no certificate": credentials.NewTLS(ca.Client(t, nil)),
+		"another authority's": credentials.NewTLS(ca.Client(t, certtest.NewAuthority(t, "stranger"), "spiffe://mesh/envoy")),
+	} {
+		if err := connects(name, how); status.Code(err) != codes.Unavailable {
+			t.Errorf("%s: %v, want no connection", name, err)
+		}
+	}
+	stop()
+	if err := <-done; err != nil {
 		t.Error(err)
 	}
 }

@@ -8,6 +8,8 @@ import (
 	"net"
 	"path"
 
+	"google.golang.org/grpc"
+
 	"github.com/weir-dev/weir/envoy"
 	"github.com/weir-dev/weir/xds"
 )
@@ -27,10 +29,14 @@ func publish(ctx context.Context, logger *slog.Logger, config envoy.Config, flag
 	return plane, nil
 }
 
-// serveControlPlane serves until ctx ends.
-func serveControlPlane(logger *slog.Logger, listener net.Listener, plane *xds.Server) part {
+// serveControlPlane serves until ctx ends, over TLS if there are certificates.
+func serveControlPlane(logger *slog.Logger, listener net.Listener, plane *xds.Server, certificates *certificates) part {
 	return func(ctx context.Context) error {
-		server := newGRPCServer(logger)
+		var options []grpc.ServerOption
+		if certificates != nil {
+			options = append(options, certificates.grpcOption())
+		}
+		server := newGRPCServer(logger, options...)
 		plane.Register(server)
 		// Its streams would otherwise never end.
 		defer context.AfterFunc(ctx, plane.Close)()

@@ -124,7 +124,7 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 		return err
 	},
 		s.serve, s.service.Run,
-		serveControlPlane(logger, listeners[2], plane),
+		serveControlPlane(logger, listeners[2], plane, nil),
 		serveEcho(logger, listeners[3]),
 		database.watch,
 	)

@@ -112,7 +112,7 @@ func (c *serveCommand) Run(ctx context.Context, t terminal) error {
 	)
 	parts := []part{s.serve, ignoreHangups(logger, hangups)}
 	if xdsListener != nil {
-		parts = append(parts, serveControlPlane(logger, xdsListener, plane))
+		parts = append(parts, serveControlPlane(logger, xdsListener, plane, certificates))
 	}
 	return runBeside(ctx, func(ctx context.Context) error {
 		err := s.service.Run(ctx) // whose health answers have turned when it returns
