@@ -55,7 +55,7 @@ func TestServeTidies(t *testing.T) {
 		}
 		return nil
 	})
-	metrics := scrape(t, replicas[0].service.http)
+	metrics := scrape(t, replicas[0].service.http) + scrape(t, replicas[1].service.http)
 	for _, want := range []string{"weir_sweep_last_success_timestamp_seconds{", "weir_history_tallies "} {
 		if !strings.Contains(metrics, want) {
 			t.Errorf("the metrics lack %s", want)
