@@ -161,6 +161,10 @@ func (c *serveCommand) controlPlane(ctx context.Context, logger *slog.Logger, po
 		logger.LogAttrs(ctx, slog.LevelWarn, "the control plane has nothing to serve", slog.Any("reason", err))
 		return xds.NewServer(xds.Config{Logger: logger}), nil
 	}
+	if c.TLSCert != "" {
+		logger.LogAttrs(ctx, slog.LevelWarn, "the Envoys that this control plane configures do not speak TLS to the service yet, which --tls-cert asks of them: "+
+			"each request through them will be a 500; configure Envoys otherwise, or leave --tls-cert out")
+	}
 	service, flag, err := c.serviceAddress()
 	if err != nil {
 		return nil, err
