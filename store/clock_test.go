@@ -143,12 +143,13 @@ func TestClockTrustsTheShortestRoundTrip(t *testing.T) {
 	}
 	checkAgrees(t, pool, c, "beside slow round trips")
 
-	before, _ := c.Offset()
+	before, doubt := c.Offset()
 	slow.delays = []time.Duration{200 * time.Millisecond}
 	c.adjust(t.Context())
 	after, uncertainty := c.Offset()
-	if after != before || uncertainty < 100*time.Millisecond {
-		t.Errorf("slow round trips moved the offset from %v to %v, sure to %v: want it unmoved, and less sure", before, after, uncertainty)
+	// They may prove as much of it wrong as was in doubt.
+	if (after-before).Abs() > doubt || uncertainty < 100*time.Millisecond {
+		t.Errorf("slow round trips moved the offset from %v to %v, sure to %v: want it moved by no more than %v, and less sure", before, after, uncertainty, doubt)
 	}
 }
 
