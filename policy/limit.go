@@ -28,7 +28,7 @@ func (d *document) limit(fields map[string]field, n *node, keys []string) *Limit
 			return nil
 		}
 	}
-	l := &Limit{Name: truncate(strings.Join(keys, "/"), maxName)}
+	l := &Limit{Name: Truncate(strings.Join(keys, "/"), maxName)}
 	if f, ok := fields["name"]; ok {
 		if n.name = d.text(f); n.name == "" {
 			d.failf(f.value, f.path, "is empty")

@@ -218,9 +218,9 @@ func (n *node) glued() string {
 func (n *node) String() string {
 	const maxText = 64
 	if n.value == "" {
-		return truncate(n.key, maxText)
+		return Truncate(n.key, maxText)
 	}
-	return truncate(n.key, maxText) + "=" + truncate(n.value, maxText)
+	return Truncate(n.key, maxText) + "=" + Truncate(n.value, maxText)
 }
 
 // lintBudgets finds buckets that may be charged under two shapes: those of one scope,

@@ -96,6 +96,32 @@ func (l *level) find(e Entry) *node {
 	return l.bare[e.Key]
 }
 
+// Empty reports whether the policy has no descriptors.
+func (p *Policy) Empty() bool { return len(p.root.nodes) == 0 }
+
+// Limits reports whether a descriptor with these keys can reach a limit, for some values.
+func (p *Policy) Limits(keys []string) bool { return p.root.limits(keys) }
+
+func (l *level) limits(keys []string) bool {
+	if l == nil || len(keys) == 0 {
+		return false
+	}
+	return slices.ContainsFunc(l.nodes, func(n *node) bool {
+		if !glob(n.key, keys[0]) {
+			return false
+		}
+		if len(keys) > 1 {
+			return n.children.limits(keys[1:])
+		}
+		return n.limit != nil && n.limit.says()
+	})
+}
+
+// says reports whether the limit is more than the word that its descriptors are not limited.
+func (l *Limit) says() bool {
+	return l.Budget != nil || l.Limiter != nil || l.RateLimit != nil || l.Unlimited || len(l.Quota) > 0
+}
+
 // Replace drops the limits that others of the same request replace: matches[i] becomes
 // the zero Match if another one replaces its name. matches are those of all descriptors
 // of a request, zero where nothing applies. A limit without a name of its own and an
@@ -239,15 +265,16 @@ func (m *Match) subject() string {
 			b.WriteString("…")
 			break
 		}
-		b.WriteString(truncate(s.key, maxText))
+		b.WriteString(Truncate(s.key, maxText))
 		b.WriteByte('=')
-		b.WriteString(truncate(s.value, maxText))
+		b.WriteString(Truncate(s.value, maxText))
 	}
 	return b.String()
 }
 
-// truncate cuts a text to so many bytes, at a rune's end, and marks that it did.
-func truncate(s string, most int) string {
+// Truncate cuts a text for people to so many bytes, at a character's end, and marks that it
+// did.
+func Truncate(s string, most int) string {
 	if len(s) <= most {
 		return s
 	}

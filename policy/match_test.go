@@ -285,3 +285,45 @@ func TestT03Level(t *testing.T) {
 		}
 	}
 }
+
+// A descriptor reaches a limit by its keys alone, whatever its values; a descriptor that says
+// "not limited" is none, but rate_limit: {unlimited: true} is.
+func TestLimits(t *testing.T) {
+	t.Parallel()
+
+	p, err := policy.Parse("p.yaml", []byte(`
+domain: d
+descriptors:
+  - key: a
+    value: x
+    descriptors:
+      - {key: b, quota: {daily: 1}}
+  - {key: free}
+  - {key: open, rate_limit: {unlimited: true}}
+  - {key: "k*", limiter: {permits: 1, per: 1s}}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		keys []string
+		want bool
+	}{
+		{[]string{"a", "b"}, true},
+		{[]string{"a"}, false},
+		{[]string{"b"}, false},
+		{[]string{"a", "b", "c"}, false},
+		{[]string{"free"}, false},
+		{[]string{"open"}, true},
+		{[]string{"kay"}, true},
+		{[]string{"ok"}, false},
+		{nil, false},
+	} {
+		if got := p.Limits(tc.keys); got != tc.want {
+			t.Errorf("Limits(%q) = %v, want %v", tc.keys, got, tc.want)
+		}
+	}
+	if p.Empty() {
+		t.Error("Empty of a policy with descriptors")
+	}
+}

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"sync"
 	"time"
-	"unicode/utf8"
 
 	rlsv3 "github.com/envoyproxy/go-control-plane/envoy/service/ratelimit/v3"
 
@@ -187,14 +186,5 @@ func describeEntries(entries []policy.Entry) string {
 	return b.String()
 }
 
-// truncate cuts a text to maxText bytes, at the end of a character, and marks that it did.
-func truncate(s string) string {
-	if len(s) <= maxText {
-		return s
-	}
-	end := maxText
-	for end > maxText-utf8.UTFMax && !utf8.RuneStart(s[end]) {
-		end--
-	}
-	return s[:end] + "…"
-}
+// truncate cuts a text to what a log line can bear.
+func truncate(s string) string { return policy.Truncate(s, maxText) }

@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"fmt"
-	"regexp"
 	"strings"
 
 	"go.yaml.in/yaml/v3"
@@ -12,56 +11,11 @@ import (
 	"github.com/weir-dev/weir/policy"
 )
 
-// An outline is a policy's tree of descriptors without what it says of each.
-type outline struct {
-	Descriptors []outlineNode `yaml:"descriptors"`
-}
-
-type outlineNode struct {
-	Key         string         `yaml:"key"`
-	Descriptors []outlineNode  `yaml:"descriptors"`
-	Rest        map[string]any `yaml:",inline"`
-}
-
-// limitFields are the fields of a descriptor that limit.
-var limitFields = []string{"budget", "quota", "limiter", "rate_limit"}
-
-func (n outlineNode) limits() bool {
-	for _, name := range limitFields {
-		if _, ok := n.Rest[name]; ok {
-			return true
-		}
-	}
-	return false
-}
-
-// limited reports whether a descriptor with these keys can reach a limit, for some
-// values.
-func limited(nodes []outlineNode, keys []string) bool {
-	for _, n := range nodes {
-		if !keyMatches(n.Key, keys[0]) {
-			continue
-		}
-		if len(keys) == 1 && n.limits() || len(keys) > 1 && limited(n.Descriptors, keys[1:]) {
-			return true
-		}
-	}
-	return false
-}
-
-// keyMatches reports whether a policy's key, in which * stands for anything, matches.
-func keyMatches(pattern, key string) bool {
-	quoted := strings.ReplaceAll(regexp.QuoteMeta(pattern), `\*`, `.*`)
-	matched, err := regexp.MatchString("(?s)^"+quoted+"$", key)
-	return err == nil && matched
-}
-
 // unlimited warns of the descriptors that the filter sends and no limit matches. (Of a
 // policy without any descriptor its parser warns.)
-func unlimited(p *policy.Policy, data []byte, block config.Block) []*policy.Error {
-	var o outline
-	if err := yaml.Unmarshal(data, &o); err != nil || len(o.Descriptors) == 0 {
-		return nil // its aliases may unfold to what only the parser of policies bounds
+func unlimited(p *policy.Policy, block config.Block) []*policy.Error {
+	if p.Empty() {
+		return nil
 	}
 	var warnings []*policy.Error
 	for i, rule := range block.Rules {
@@ -70,7 +24,7 @@ func unlimited(p *policy.Policy, data []byte, block config.Block) []*policy.Erro
 			for k, e := range d.Entries {
 				keys[k] = e.Key
 			}
-			if !limited(o.Descriptors, keys) {
+			if !p.Limits(keys) {
 				warnings = append(warnings, p.Filter.Locate(
 					fmt.Sprintf("rules[%d].descriptors[%d]", i, j),
 					fmt.Sprintf("sends %q, which no limit of the policy matches, so it limits nothing", strings.Join(keys, "/"))))

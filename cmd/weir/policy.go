@@ -92,7 +92,7 @@ func loadPolicies(paths []string) (loadedPolicies, error) {
 		faults = append(faults, errs...)
 		loaded.warnings = append(loaded.warnings, p.Warnings...)
 		if len(errs) == 0 {
-			loaded.warnings = append(loaded.warnings, unlimited(p, data, block)...)
+			loaded.warnings = append(loaded.warnings, unlimited(p, block)...)
 		}
 	}
 	slices.SortStableFunc(loaded.warnings, byPlace)
