@@ -108,6 +108,16 @@ func (p LimiterPolicy) Wait(level int64, refilledAt, now time.Time, tokens int64
 	return time.Duration(min(micros, maxWait)) * time.Microsecond, true
 }
 
+// WholeSeconds rounds a wait up to whole seconds, at least 1, as headers have it: a client
+// that comes back when told must not come too early.
+func WholeSeconds(d time.Duration) int64 {
+	n := int64(d / time.Second)
+	if d%time.Second > 0 {
+		n++
+	}
+	return max(1, n)
+}
+
 // maxWait is the longest wait that a duration holds, in microseconds (292 years).
 const maxWait = int64(1<<63-1) / int64(time.Microsecond)
 

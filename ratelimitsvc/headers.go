@@ -25,7 +25,7 @@ const (
 // rateHeaders describes the limit r, which is one of all, in the policy's style.
 func (p *plan) rateHeaders(r *reading, all []reading, retryAfter int64) []*corev3.HeaderValue {
 	headers := retryAfterHeaders(retryAfter)
-	reset := seconds(r.reset)
+	reset := policy.WholeSeconds(r.reset)
 	switch p.headers.Style {
 	case policy.StyleIETF:
 		return append(headers,
@@ -54,16 +54,6 @@ func retryAfterHeaders(after int64) []*corev3.HeaderValue {
 
 func header(key string, n int64) *corev3.HeaderValue {
 	return &corev3.HeaderValue{Key: key, Value: strconv.FormatInt(n, 10)}
-}
-
-// seconds rounds a wait up to whole seconds, at least 1: a client that comes back
-// when told must not come too early.
-func seconds(d time.Duration) int64 {
-	n := int64(d / time.Second)
-	if d%time.Second > 0 {
-		n++
-	}
-	return max(1, n)
 }
 
 // ceilSecond returns the first whole epoch second not before t.
@@ -122,7 +112,7 @@ func ietfPolicy(r *reading) string {
 // ietfLimit is RateLimit: what is left of one limit, and in how many seconds it is whole
 // again.
 func ietfLimit(r *reading) string {
-	return sfString(ietfName(r)) + ";r=" + sfInteger(r.remaining) + ";t=" + sfInteger(seconds(r.reset))
+	return sfString(ietfName(r)) + ";r=" + sfInteger(r.remaining) + ";t=" + sfInteger(policy.WholeSeconds(r.reset))
 }
 
 // ietfName is the limit's name, and which of its parts is meant if it has several.

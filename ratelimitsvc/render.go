@@ -152,7 +152,7 @@ func refusal(all []reading) (reason string, retryAfter int64) {
 	if never {
 		return reasonOverCeiling, 0
 	}
-	return reasonExhausted, seconds(longest)
+	return reasonExhausted, policy.WholeSeconds(longest)
 }
 
 // metadata is what access logs can show of a decision, and what a refund needs.

@@ -132,11 +132,7 @@ func (d Decision) RetryAfterSeconds() int64 {
 	if d.Allowed {
 		return 0
 	}
-	seconds := int64(d.RetryAfter / time.Second)
-	if d.RetryAfter%time.Second > 0 {
-		seconds++
-	}
-	return max(1, seconds)
+	return policy.WholeSeconds(d.RetryAfter)
 }
 
 const limiterTakeSQL = `
