@@ -227,7 +227,9 @@ func (m *model) decide(req policy.Request) policy.Verdict {
 				partly = func() {
 					for _, b := range d.Budgets[:state.Denied] {
 						m.windows[window(id, b, req.Now)] += d.Cost
-						if enrol {
+						// Also when an earlier quota of the request, now undone, had
+						// enrolled it already: what is charged has an owner.
+						if d.Consumer != nil && !state.Overflow {
 							m.consumers[d.Consumer.ID] = d.Consumer.Domain
 						}
 					}
