@@ -8,6 +8,66 @@ import (
 	"github.com/weir-dev/weir/filter/extract"
 )
 
+const notAddress = "is not an IP address, with or without a port"
+
+func TestAddress(t *testing.T) {
+	t.Parallel()
+
+	for _, tc := range []struct {
+		text  string
+		masks extract.Masks
+		want  string
+	}{
+		{"10.1.2.3", whole, `"10.1.2.3"`},
+		{"10.1.2.3:80", whole, `"10.1.2.3"`},
+		{"10.1.2.3:00080", whole, `"10.1.2.3"`},
+		{"fe80::1", whole, `"fe80::1"`},
+		{"FE80:0:0:0::1", whole, `"fe80::1"`},
+		{"[fe80::1]", whole, `"fe80::1"`},
+		{"[fe80::1]:80", whole, `"fe80::1"`},
+		{"fe80::1%eth0", whole, `"fe80::1"`},
+		{"[fe80::1%eth0]:80", whole, `"fe80::1"`},
+		{"::ffff:10.1.2.3", whole, `"10.1.2.3"`},
+		{"[::ffff:a01:203]:80", whole, `"10.1.2.3"`},
+		{"::ffff:10.1.2.3%eth0", whole, `"10.1.2.3"`},
+		{"::10.1.2.3", whole, `"::a01:203"`},
+
+		{"10.1.2.3:80", extract.Masks{IPv4: 24, IPv6: 56}, `"10.1.2.0/24"`},
+		{"::ffff:10.1.2.3", extract.Masks{IPv4: 24, IPv6: 56}, `"10.1.2.0/24"`},
+		{"2001:db8:1:2ff::1", extract.Masks{IPv4: 24, IPv6: 56}, `"2001:db8:1:200::/56"`},
+		{"10.1.2.3", extract.Masks{IPv4: 31, IPv6: 56}, `"10.1.2.2/31"`},
+		{"10.1.2.3", extract.Masks{}, `"0.0.0.0/0"`},
+		{"fe80::1", extract.Masks{}, `"::/0"`},
+		{"10.1.2.3", extract.Masks{IPv4: -1, IPv6: -1}, `"0.0.0.0/0"`},
+		{"10.1.2.3", extract.Masks{IPv4: 33}, `"10.1.2.3"`},
+		{"fe80::1", extract.Masks{IPv6: 129}, `"fe80::1"`},
+
+		{"", whole, notAddress},
+		{"10.1.2", whole, notAddress},
+		{"10.1.2.03", whole, notAddress},
+		{"10.1.2.256", whole, notAddress},
+		{"10.1.2.3:", whole, notAddress},
+		{"10.1.2.3:65536", whole, notAddress},
+		{"10.1.2.3:http", whole, notAddress},
+		{"10.1.2.3:+1", whole, notAddress},
+		{"10.1.2.3%eth0", whole, notAddress},
+		{"10.1.2.3/24", whole, notAddress},
+		{" 10.1.2.3", whole, notAddress},
+		{"fe80::1%", whole, notAddress},
+		{"[fe80::1", whole, notAddress},
+		{"[fe80::1]:", whole, notAddress},
+		{"[fe80::1]80", whole, notAddress},
+		{"[fe80::1]]:80", whole, notAddress},
+		{"fe80::1::2", whole, notAddress},
+		{"example.com", whole, notAddress},
+		{"/run/envoy.sock", whole, notAddress},
+	} {
+		if got := outcome(extract.Address(tc.text, tc.masks)); got != tc.want {
+			t.Errorf("Address(%q, %v) = %s, want %s", tc.text, tc.masks, got, tc.want)
+		}
+	}
+}
+
 // whole keeps all bits of addresses.
 var whole = extract.Masks{IPv4: 32, IPv6: 128}
 

@@ -4,10 +4,74 @@ import (
 	"bytes"
 	"compress/gzip"
 	"io"
+	"runtime"
 	"testing"
 
 	"github.com/weir-dev/weir/filter/extract"
 )
+
+const notGzip = "is not gzip, or is cut short or damaged"
+
+func TestGunzip(t *testing.T) {
+	t.Parallel()
+
+	hello := compressed(t, []byte("hello"))
+	damaged := bytes.Clone(hello)
+	damaged[len(damaged)-6] ^= 1 // in the checksum
+	for _, tc := range []struct {
+		name string
+		data []byte
+		most int
+		want string
+	}{
+		{"all of it", hello, 100, `"hello"`},
+		{"just so", hello, 5, `"hello"`},
+		{"nothing", compressed(t, nil), 0, `""`},
+		{"two streams", append(bytes.Clone(hello), hello...), 10, `"hellohello"`},
+		{"one byte too many", hello, 4, tooLarge},
+		{"no room", hello, 0, tooLarge},
+		{"less than no room", hello, -1, tooLarge},
+		{"two streams, too many", append(bytes.Clone(hello), hello...), 9, tooLarge},
+		{"empty", nil, 100, notGzip},
+		{"not gzip", []byte("hello"), 100, notGzip},
+		{"cut in its header", hello[:5], 100, notGzip},
+		{"cut in its data", hello[:12], 100, notGzip},
+		{"cut in its end", hello[:len(hello)-1], 100, notGzip},
+		{"wrong checksum", damaged, 100, notGzip},
+		{"going on", append(bytes.Clone(hello), 0), 100, notGzip},
+	} {
+		data, err := extract.Gunzip(tc.data, tc.most)
+		if got := outcome(string(data), err); got != tc.want {
+			t.Errorf("%s: Gunzip = %s, want %s", tc.name, got, tc.want)
+		}
+	}
+}
+
+// A usage in a compressed body is found. A small body that inflates to 1 GiB is given
+// up at the bound, with memory in proportion to that.
+func TestC11Gzip(t *testing.T) {
+	plain, err := extract.Gunzip(compressed(t, []byte(`{"usage":{"total_tokens":42}}`)), 1<<10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := outcome(extract.JSON(plain, pointer(t, "/usage/total_tokens"))); got != `"42"` {
+		t.Errorf("total_tokens = %s, want 42", got)
+	}
+
+	const most = 1 << 20
+	bomb := bytes.Repeat(compressed(t, make([]byte, 16<<20)), 64)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	data, err := extract.Gunzip(bomb, most)
+	runtime.ReadMemStats(&after)
+	if got := outcome(string(data), err); got != tooLarge {
+		t.Errorf("Gunzip of 1 GiB in %d bytes: %d bytes, %v", len(bomb), len(data), err)
+	}
+	// The buffers double, and there is the decompressor.
+	if took := after.TotalAlloc - before.TotalAlloc; took > 2*most+256<<10 {
+		t.Errorf("Gunzip took %d bytes of memory for at most %d", took, most)
+	}
+}
 
 // compressed returns plain in gzip.
 func compressed(tb testing.TB, plain []byte) []byte {

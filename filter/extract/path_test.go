@@ -8,6 +8,129 @@ import (
 	"github.com/weir-dev/weir/filter/extract"
 )
 
+const (
+	noPath = "is not a path that begins with a slash"
+	dots   = "has a dot segment"
+)
+
+func TestPathOf(t *testing.T) {
+	t.Parallel()
+
+	for target, want := range map[string]string{
+		"/v1/acme":        "/v1/acme",
+		"/v1/acme?a=b/c":  "/v1/acme",
+		"/v1/acme#a?b":    "/v1/acme",
+		"/v1/acme%3Fa":    "/v1/acme%3Fa",
+		"?a":              "",
+		"":                "",
+		"*":               "*",
+		"example.com:443": "example.com:443",
+	} {
+		if got := extract.PathOf(target); got != want {
+			t.Errorf("PathOf(%q) = %q, want %q", target, got, want)
+		}
+	}
+}
+
+func TestSegment(t *testing.T) {
+	t.Parallel()
+
+	for _, tc := range []struct {
+		path string
+		n    int
+		want string
+	}{
+		{"/v1/acme/jobs", 1, `"v1"`},
+		{"/v1/acme/jobs", 2, `"acme"`},
+		{"/v1/acme/jobs", 3, `"jobs"`},
+		{"/v1/acme/", 2, `"acme"`},
+		{"/v1/a%63me", 2, `"acme"`},
+		{"/v1/a%2Fb", 2, `"a/b"`},
+		{"/v1/a%25b", 2, `"a%b"`},
+		{"/v1/a+b", 2, `"a+b"`},
+		{"/v1//jobs", 2, `""`},
+		{"/v1//", 2, `""`},
+		{"//v1", 1, `""`},
+		{"/...", 1, `"..."`},
+		{"/%zz/acme", 2, `"acme"`},
+		{"/v1/ACME", 2, `"ACME"`},
+
+		{"/v1/acme/jobs", 4, absent},
+		{"/v1/acme/", 3, absent},
+		{"/v1", 0, absent},
+		{"/v1", -1, absent},
+		{"/v1", 1 << 40, absent},
+		{"/", 1, absent},
+		{"", 1, absent},
+
+		{"*", 1, noPath},
+		{"v1/acme", 1, noPath},
+		{"http://example.com/v1", 1, noPath},
+		{"/v1/..", 2, dots},
+		{"/v1/.", 2, dots},
+		{"/v1/%2e%2E", 2, dots},
+		{"/v1/a%", 2, badEscape},
+		{"/v1/a%2", 2, badEscape},
+		{"/v1/%zz", 2, badEscape},
+	} {
+		if got := outcome(extract.Segment(tc.path, tc.n)); got != tc.want {
+			t.Errorf("Segment(%q, %d) = %s, want %s", tc.path, tc.n, got, tc.want)
+		}
+	}
+}
+
+func TestPrefix(t *testing.T) {
+	t.Parallel()
+
+	for _, tc := range []struct {
+		path string
+		n    int
+		want string
+	}{
+		{"/v1/acme/jobs", 1, `"/v1"`},
+		{"/v1/acme/jobs", 2, `"/v1/acme"`},
+		{"/v1/acme/", 2, `"/v1/acme"`},
+		{"/v1/a%63me/x", 2, `"/v1/acme"`},
+		{"/v1//jobs", 2, `"/v1/"`},
+		{"/v1//jobs", 3, `"/v1//jobs"`},
+		{"/v1/acme/%zz/..", 2, `"/v1/acme"`},
+		{"/v1/a+b", 2, `"/v1/a+b"`},
+
+		{"/v1/acme", 3, absent},
+		{"/v1", 0, absent},
+		{"/", 1, absent},
+		{"", 1, absent},
+		{"v1", 1, noPath},
+		{"/v1/../jobs", 3, dots},
+		{"/%2e/jobs", 2, dots},
+		{"/v1/%/jobs", 3, badEscape},
+	} {
+		if got := outcome(extract.Prefix(tc.path, tc.n)); got != tc.want {
+			t.Errorf("Prefix(%q, %d) = %s, want %s", tc.path, tc.n, got, tc.want)
+		}
+	}
+}
+
+// Segments that are joined don't collide with others that are joined elsewhere.
+func TestC18Prefix(t *testing.T) {
+	t.Parallel()
+
+	seen := map[string]string{}
+	for _, path := range []string{
+		"/a/b_c", "/a_b/c", "/a%2Fb/c", "/a/b%2Fc", "/a%252Fb/c", "/a%25252Fb/c", "/%2Fa/b", "//a",
+		"/a%00/b", "/a/%00b", "/a%0A/b", "/a%7Cb/c", "/a.b/c", "/a:b/c", "/a%25/c", "/a%22/b", "/a%27/b",
+	} {
+		got, err := extract.Prefix(path, 2)
+		if err != nil {
+			t.Errorf("Prefix(%q, 2) = %v", path, err)
+		}
+		if other, ok := seen[got]; ok {
+			t.Errorf("Prefix(%q, 2) = Prefix(%q, 2) = %q", path, other, got)
+		}
+		seen[got] = path
+	}
+}
+
 // splitByReference returns the segments of a path, not decoded.
 func splitByReference(path string) []string {
 	if path == "/" {

@@ -8,6 +8,59 @@ import (
 	"github.com/weir-dev/weir/filter/extract"
 )
 
+const badEscape = "has a bad percent escape"
+
+func TestQuery(t *testing.T) {
+	t.Parallel()
+
+	for _, tc := range []struct{ target, name, want string }{
+		{"/v1?tenant=acme", "tenant", `"acme"`},
+		{"/v1?a=b&tenant=acme&c=d", "tenant", `"acme"`},
+		{"/v1?tenant=a%20b%2Bc%26+d", "tenant", `"a b+c& d"`},
+		{"/v1?%74%65nant=acme", "tenant", `"acme"`},
+		{"/v1?my+name=acme", "my name", `"acme"`},
+		{"/v1?my%20name=acme", "my name", `"acme"`},
+		{"/v1?tenant=a=b", "tenant", `"a=b"`},
+		{"/v1?tenant=a?b", "tenant", `"a?b"`},
+		{"/v1?tenant=1%20%C0%A7", "tenant", `"1 \xc0\xa7"`},
+		{"/v1?tenant=a%00b", "tenant", `"a\x00b"`},
+		{"?tenant=acme", "tenant", `"acme"`},
+		{"/v1?tenant=acme#tenant=b", "tenant", `"acme"`},
+		{"/v1?&&tenant=acme&", "tenant", `"acme"`},
+		{"/v1?a=%zz&tenant=acme", "tenant", `"acme"`},
+		{"/v1?=acme", "", `"acme"`},
+		{"/v1?tenant=a;b", "tenant", `"a;b"`},
+
+		{"/v1", "tenant", absent},
+		{"/v1?", "tenant", absent},
+		{"", "tenant", absent},
+		{"/v1?Tenant=acme", "tenant", absent},
+		{"/v1?tenants=acme", "tenant", absent},
+		{"/v1?tenan=acme", "tenant", absent},
+		{"/v1?a=1;tenant=acme", "tenant", absent},
+		{"/v1#?tenant=acme", "tenant", absent},
+		{"/tenant=acme", "tenant", absent},
+		{"/v1?&", "", absent},
+
+		{"/v1?tenant=a&tenant=b", "tenant", repeated},
+		{"/v1?tenant=a&tenant=a", "tenant", repeated},
+		{"/v1?tenant=a&t%65nant=b", "tenant", repeated},
+		{"/v1?tenant&tenant", "tenant", repeated},
+		{"/v1?tenant=%zz&tenant=b", "tenant", repeated},
+
+		{"/v1?tenant=%", "tenant", badEscape},
+		{"/v1?tenant=%2", "tenant", badEscape},
+		{"/v1?tenant=%G0", "tenant", badEscape},
+		{"/v1?tenant=%0G", "tenant", badEscape},
+		{"/v1?tenant%zz=b&tenant=a", "tenant", badEscape},
+		{"/v1?tenant=a&%zz=b", "tenant", badEscape},
+	} {
+		if got := outcome(extract.Query(tc.target, tc.name)); got != tc.want {
+			t.Errorf("Query(%q, %q) = %s, want %s", tc.target, tc.name, got, tc.want)
+		}
+	}
+}
+
 // queryByReference returns the query of a request's :path.
 func queryByReference(target string) string {
 	target, _, _ = strings.Cut(target, "#")
