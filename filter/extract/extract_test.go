@@ -13,8 +13,13 @@ func TestHeader(t *testing.T) {
 	t.Parallel()
 
 	headers := [][2]string{
-		{":method", "GET"}, {"x-tenant", "acme"}, {"x-empty", ""}, {"x-twice", "a"}, {"x-twice", "a"},
-		{"x-list", "a, b"}, {"x-space", " a\t"},
+		{":method", "GET"},
+		{"x-tenant", "acme"},
+		{"x-empty", ""},
+		{"x-twice", "a"},
+		{"x-twice", "a"},
+		{"x-list", "a, b"},
+		{"x-space", " a\t"},
 	}
 	for name, want := range map[string]string{
 		"x-tenant": `"acme"`,

@@ -54,7 +54,7 @@ func TestC27Host(t *testing.T) {
 		"example.com/":          notHost,
 		"ex%61mple.com":         notHost,
 		"exämple.com":           notHost,
-		"example.com ":          notHost,
+		"example.com\x20":       notHost,
 		"exam\x00ple.com":       notHost,
 		"a,b":                   notHost,
 		"*.example.com":         notHost,

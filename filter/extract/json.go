@@ -294,9 +294,14 @@ func (s *scanner) text() ([]byte, error) {
 	}
 	raw := s.rest[1:]
 	for i := 0; i < len(raw); {
-		if raw[i] == '"' {
+		c := raw[i]
+		if c == '"' {
 			s.rest = raw[i+1:]
 			return raw[:i], nil
+		}
+		if ' ' <= c && c < utf8.RuneSelf && c != '\\' { // nearly all there is, quickly
+			i++
+			continue
 		}
 		_, n := character(raw[i:])
 		if n == 0 {

@@ -208,12 +208,12 @@ func FuzzPath(f *testing.F) {
 		if again, err := extract.Prefix(prefix+"/x", n); again != prefix || err != nil {
 			t.Errorf("Prefix(%q, %d) = %q, whose own is %q, %v", path, n, prefix, again, err)
 		}
-		spelling := "/"
+		respelt := []string{""}
 		for _, segment := range segments[:n] {
 			value, _ := decodeByReference(segment)
-			spelling += percent(value) + "/"
+			respelt = append(respelt, percent(value))
 		}
-		spelling += "x"
+		spelling := strings.Join(append(respelt, "x"), "/")
 		if again, err := extract.Prefix(spelling, n); again != prefix || err != nil {
 			t.Errorf("Prefix(%q, %d) = %q, but of %q it is %q, %v", path, n, prefix, spelling, again, err)
 		}
