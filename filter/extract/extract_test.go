@@ -165,6 +165,44 @@ func TestC29TestC30AnyBytes(t *testing.T) {
 	}
 }
 
+// Whatever is made to break a parser gets a value or an error from all of them.
+func TestC84CraftedInput(t *testing.T) {
+	t.Parallel()
+
+	for _, unit := range []string{
+		"%", "%zz", "/", "/..", "&", "=", ";", "\"", "\\", "[", "{", `{"":`, "[[],", "-", "1", "0", ".", "e", ":", "::", "@",
+		"\x00", "\x01", "\x0a", "\x1a\x80", "\x33", "\x80", "\xff", "\xc3", "\u00e9", "\ud7ff", `\u`, `\ud83d`,
+	} {
+		for _, count := range []int{1, 2, 5, 64, 65, 1 << 14} {
+			text := strings.Repeat(unit, count)
+			headers := [][2]string{{"cookie", text}, {text, text}}
+			for source, got := range map[string]string{
+				"header":     outcome(extract.Header(headers, text)),
+				"cookie":     outcome(extract.Cookie(headers, text)),
+				"query":      outcome(extract.Query("/?"+text, text)),
+				"segment":    outcome(extract.Segment(text, count)),
+				"prefix":     outcome(extract.Prefix("/"+text, count)),
+				"part":       outcome(pattern(t, "/{rest...}").Part("/"+text, "rest")),
+				"host":       outcome(extract.Host(text)),
+				"literal":    outcome(extract.Host("[" + text)),
+				"address":    outcome(extract.Address(text, whole)),
+				"JSON":       outcome(extract.JSON([]byte(text), pointer(t, "/0"))),
+				"string":     outcome(extract.JSON([]byte(`{"a":"`+text+`"}`), pointer(t, "/a"))),
+				"name":       outcome(extract.JSON([]byte(`{"`+text+`":1}`), pointer(t, "/a"))),
+				"number":     outcome(extract.JSON([]byte("1"+text), pointer(t, ""))),
+				"protobuf":   outcome(field(t, "3.6").Read([]byte(text), extract.EncodingString)),
+				"gzip":       outcome("", secondOf(extract.Gunzip([]byte("\x1f\x8b\x08"+text), 1<<10))),
+				"frames":     outcome("", feed(t, new(extract.Frames), []byte(text))),
+				"its number": outcome("", secondOf(extract.Whole(text))),
+			} {
+				if got == "" || strings.Contains(got, "along with") {
+					t.Errorf("%s of %d times %q = %s", source, count, unit, got)
+				}
+			}
+		}
+	}
+}
+
 // An error's text holds nothing that the client sent, since it goes into answers and
 // logs.
 func TestErrorsAreConstant(t *testing.T) {

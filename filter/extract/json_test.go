@@ -164,7 +164,7 @@ func TestJSONValues(t *testing.T) {
 		`1.e1`: notJSON, `1e`: notJSON, `1e+`: notJSON, `1e1.5`: notJSON, `0x1`: notJSON, `1_0`: notJSON,
 		`NaN`: notJSON, `Infinity`: notJSON, `-Infinity`: notJSON, `--1`: notJSON, `1 2`: notJSON,
 		`tru`: notJSON, `True`: notJSON, `truee`: notJSON, `nul`: notJSON, `falsy`: notJSON, `undefined`: notJSON,
-		`'a'`: notJSON, `a`: notJSON, `"a`: notJSON, `"a\"`: notJSON, `"\x41"`: notJSON, `"\'"`: notJSON, `"\u12"`: notJSON,
+		`'a'`: notJSON, `a`: notJSON, `"a`: notJSON, `"a\"`: notJSON, `"a\`: notJSON, `"\ud83d\`: notJSON, `"\x41"`: notJSON, `"\'"`: notJSON, `"\u12"`: notJSON,
 		`"\u12g4"`: notJSON, `"\U0041"`: notJSON, "\"\n\"": notJSON, "\"\x00\"": notJSON, "\"\x1f\"": notJSON,
 		`"\ud83d"`: notJSON, `"\ude00"`: notJSON, `"\ud83dx"`: notJSON, `"\ud83d\u0061"`: notJSON, `"\ude00\ud83d"`: notJSON,
 		`"\ud83d\ud83d\ude00"`: notJSON, `"\ud83d\n"`: notJSON, `"\ud83d\ude0"`: notJSON,
