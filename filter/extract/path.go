@@ -43,6 +43,18 @@ func (s *segments) next() (segment string, ok bool) {
 	return segment, true
 }
 
+// Path returns all of path (as from [PathOf]) in the form that [Prefix] has, which is "/"
+// for the root.
+func Path(path string) (string, error) {
+	if err := checkPath(path); err != nil {
+		return "", err
+	}
+	if path == "/" {
+		return path, nil
+	}
+	return canonicalPath(strings.TrimSuffix(path, "/"))
+}
+
 // Segment returns the n-th segment of path (as from [PathOf]), counted from 1 and
 // percent-decoded. It returns [ErrAbsent] beyond the last one.
 //

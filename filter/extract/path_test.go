@@ -222,3 +222,28 @@ func FuzzPath(f *testing.F) {
 		}
 	})
 }
+
+func TestPath(t *testing.T) {
+	t.Parallel()
+
+	for _, tc := range []struct{ path, want, err string }{
+		{"/", "/", ""},
+		{"/a/b", "/a/b", ""},
+		{"/a/b/", "/a/b", ""},
+		{"/%61%2fb/%25", "/a%2Fb/%25", ""},
+		{"//a", "//a", ""},
+		{"", "", "is absent"},
+		{"*", "", noPath},
+		{"/a/%2E./b", "", dots},
+		{"/a/%2", "", "has a bad percent escape"},
+	} {
+		got, err := extract.Path(tc.path)
+		text := ""
+		if err != nil {
+			text = err.Error()
+		}
+		if got != tc.want || text != tc.err {
+			t.Errorf("Path(%q) = %q, %q; want %q, %q", tc.path, got, text, tc.want, tc.err)
+		}
+	}
+}

@@ -104,6 +104,15 @@ func ParseEncoding(text string) (Encoding, bool) {
 	return 0, false
 }
 
+// Encodings returns the names of all encodings.
+func Encodings() []string {
+	names := make([]string, len(encodings))
+	for e := range encodings {
+		names[e] = encodings[e].name
+	}
+	return names
+}
+
 // String returns e's name in .proto files, and "unknown" if it is none of the above.
 func (e Encoding) String() string {
 	if int(e) >= len(encodings) {
