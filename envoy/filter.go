@@ -43,17 +43,11 @@ func readFilter(data []byte) (filterFacts, error) {
 	if c.Cluster == UpstreamCluster || c.Cluster == ADSCluster {
 		return filterFacts{}, fmt.Errorf("cluster: %q is the name of another cluster of this Envoy", c.Cluster)
 	}
-	for i, rule := range c.Rules {
-		for j, descriptor := range rule.Descriptors {
-			for k, entry := range descriptor.Entries {
-				// The listener refuses such headers (see listener), so a rule on
-				// one would never find it.
-				if entry.Source.Kind == config.SourceHeader && strings.Contains(entry.Source.Name, "_") {
-					return filterFacts{}, fmt.Errorf(
-						"filter.rules[%d].descriptors[%d].entries[%d].header: %q has an underscore, and the gateway refuses requests with such headers",
-						i, j, k, entry.Source.Name)
-				}
-			}
+	for path, name := range c.Headers() {
+		// The listener refuses such headers (see listener), so a rule on one would
+		// never find it.
+		if strings.Contains(name, "_") {
+			return filterFacts{}, fmt.Errorf("filter.%s: %q has an underscore, and the gateway refuses requests with such headers", path, name)
 		}
 	}
 	return filterFacts{cluster: c.Cluster, timeout: c.Timeout, holdBytes: c.HoldBytes}, nil

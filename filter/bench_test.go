@@ -2,6 +2,7 @@ package filter
 
 import (
 	"testing"
+	"time"
 
 	"github.com/weir-dev/weir/filter/config"
 	"github.com/weir-dev/weir/internal/wasmhost"
@@ -16,15 +17,25 @@ type benchHost struct {
 	resumed int
 }
 
-func (*benchHost) configuration() ([]byte, error)         { return nil, nil }
-func (*benchHost) defineCounter(string) uint32            { return 0 }
-func (*benchHost) count(uint32)                           {}
-func (*benchHost) logWarn(string)                         {}
-func (*benchHost) logError(string)                        {}
-func (h *benchHost) requestHeaders() ([][2]string, error) { return h.headers, nil }
-func (*benchHost) setRequestHeaders([][2]string) error    { return nil }
-func (*benchHost) setResponseHeaders([][2]string) error   { return nil }
-func (h *benchHost) resume() error                        { h.resumed++; return nil }
+func (*benchHost) configuration() ([]byte, error)          { return nil, nil }
+func (*benchHost) defineCounter(string) uint32             { return 0 }
+func (*benchHost) count(uint32)                            {}
+func (*benchHost) defineGauge(string) uint32               { return 0 }
+func (*benchHost) setGauge(uint32, uint64)                 {}
+func (*benchHost) setTick(uint32) error                    { return nil }
+func (*benchHost) pluginDone()                             {}
+func (*benchHost) requestBody(int, int) ([]byte, error)    { return nil, nil }
+func (*benchHost) property([]string) ([]byte, bool, error) { return nil, false, nil }
+func (*benchHost) setState(string, string) error           { return nil }
+func (*benchHost) removeRequestHeader(string) error        { return nil }
+func (*benchHost) now() time.Time                          { return time.Time{} }
+func (*benchHost) logDebug(string)                         {}
+func (*benchHost) logWarn(string)                          {}
+func (*benchHost) logError(string)                         {}
+func (h *benchHost) requestHeaders() ([][2]string, error)  { return h.headers, nil }
+func (*benchHost) setRequestHeaders([][2]string) error     { return nil }
+func (*benchHost) setResponseHeaders([][2]string) error    { return nil }
+func (h *benchHost) resume() error                         { h.resumed++; return nil }
 
 func (*benchHost) respond(uint32, [][2]string, []byte, int32) error { return nil }
 
@@ -49,7 +60,10 @@ func demoPlugin(tb testing.TB) (*plugin, *benchHost) {
 			[2]string{"x-node-id", node}, [2]string{"x-domain-id", other}, [2]string{"x-consumer", "acme"}),
 		answer: okAnswer(tb),
 	}
-	return &plugin{vm: &vm{host: h}, cfg: cfg, callHeaders: callHeaders(cfg.Cluster, cfg.Timeout)}, h
+	v := newVM(h)
+	p := &plugin{vm: v, host: h, cfg: cfg, counters: v.define(cfg), callHeaders: callHeaders(cfg.Cluster, cfg.Timeout)}
+	p.refunds.plugin = p
+	return p, h
 }
 
 func serve(p *plugin, h *benchHost) {

@@ -64,10 +64,10 @@ func TestActions(t *testing.T) {
 			if got := e.requestHeaders(t, post([2]string{"x-node-id", node}), false); got != wasmhost.Pause {
 				t.Errorf("without a length: action at the headers = %d, want %d", got, wasmhost.Pause)
 			}
-			if got := e.requestBody(t, []byte("12345"), false); got != wasmhost.Pause {
+			if got := e.requestBody(t, []byte("12345"), false); got != wasmhost.PauseWatermark {
 				t.Errorf("action in the body = %d, want %d", got, wasmhost.Pause)
 			}
-			if got := e.requestBody(t, nil, true); got != wasmhost.Pause {
+			if got := e.requestBody(t, nil, true); got != wasmhost.PauseWatermark {
 				t.Errorf("action at the end = %d, want %d", got, wasmhost.Pause)
 			}
 			if e.upstream().Begun {
@@ -200,11 +200,16 @@ func TestConfigurationUpdate(t *testing.T) {
 			if !e.upstream().Ended {
 				t.Error("the request that waited was not resumed")
 			}
-			if w, ok := r.(*wasmRig); ok && w.vm.MetricDefinitions() != int(outcomes) {
-				t.Errorf("metrics were defined %d times, want %d", w.vm.MetricDefinitions(), outcomes)
+			// Both have a rule without a name, and so the same metrics.
+			const want = int(outcomes) + int(reasons) + int(refundOutcomes) + 1
+			if w, ok := r.(*wasmRig); ok && w.vm.MetricDefinitions() != want {
+				t.Errorf("metrics were defined %d times, want %d", w.vm.MetricDefinitions(), want)
 			}
-			if n, ok := r.(*nativeRig); ok && len(n.counters) != int(outcomes) {
-				t.Errorf("metrics were defined %d times, want %d", len(n.counters), outcomes)
+			if n, ok := r.(*nativeRig); ok && len(n.counters) != want {
+				t.Errorf("metrics were defined %d times, want %d", len(n.counters), want)
+			}
+			if got := r.counter("weir_filter_config_version"); got != 7 {
+				t.Errorf("the configuration's version is %d, want 7", got)
 			}
 		})
 	}

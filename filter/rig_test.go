@@ -22,8 +22,14 @@ type rig interface {
 	exchange(t *testing.T) exchange
 	// calls are those that wait for an answer, oldest first.
 	calls() []pendingCall
+	// metric counts the requests of all rules with an outcome, counter one metric.
 	metric(outcome string) int64
+	counter(name string) int64
 	log() string
+	// tick calls the plugin if it wants to be called, close ends it. Both report
+	// whether the plugin is at rest, or has ended.
+	tick(t *testing.T) bool
+	close(t *testing.T) bool
 }
 
 // An exchange is one request and its response.
@@ -33,6 +39,8 @@ type exchange interface {
 	requestTrailers(t *testing.T, trailers [][2]string) wasmhost.Action
 	responseHeaders(t *testing.T, headers [][2]string)
 	done(t *testing.T)
+	property(value []byte, path ...string)
+	state(name string) string
 	upstream() wasmhost.Message
 	downstream() wasmhost.Message
 	local() *wasmhost.LocalResponse
@@ -112,9 +120,45 @@ func (r *wasmRig) calls() []pendingCall {
 	return calls
 }
 
-func (r *wasmRig) metric(outcome string) int64 {
-	v, _ := r.vm.Metric("weir_filter_requests_outcome=" + outcome)
+func (r *wasmRig) metric(outcome string) int64 { return requests(r.vm.Metrics(), outcome) }
+
+func (r *wasmRig) counter(name string) int64 {
+	v, _ := r.vm.Metric(name)
 	return v
+}
+
+// requests adds up an outcome over all rules.
+func requests(counts map[string]int64, outcome string) int64 {
+	var sum int64
+	for name, n := range counts {
+		if strings.HasPrefix(name, "weir_filter_requests_rule=") && strings.HasSuffix(name, "_outcome="+outcome) {
+			sum += n
+		}
+	}
+	return sum
+}
+
+func (r *wasmRig) tick(t *testing.T) bool {
+	t.Helper()
+	if r.plugin.TickPeriod() == 0 {
+		return true
+	}
+	if err := r.plugin.Tick(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return false
+}
+
+func (r *wasmRig) close(t *testing.T) bool {
+	t.Helper()
+	if r.plugin.Done() {
+		return true
+	}
+	done, err := r.plugin.Close(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return done
 }
 
 func (r *wasmRig) log() string {
@@ -154,6 +198,9 @@ func (e wasmExchange) done(t *testing.T) {
 	}
 }
 
+func (e wasmExchange) property(value []byte, path ...string) { e.s.SetProperty(value, path...) }
+func (e wasmExchange) state(name string) string              { return string(e.s.State("wasm." + name)) }
+
 func (e wasmExchange) upstream() wasmhost.Message     { return e.s.Upstream() }
 func (e wasmExchange) downstream() wasmhost.Message   { return e.s.Downstream() }
 func (e wasmExchange) local() *wasmhost.LocalResponse { return e.s.LocalResponse() }
@@ -186,11 +233,13 @@ type nativeRig struct {
 	pending  []*nativeCall
 	current  *nativeExchange // whose callback runs
 	answer   *wasmhost.Answer
+	period   uint32
+	over     bool // the plugin said so
 }
 
 func newNativeRig() *nativeRig {
 	r := &nativeRig{panicking: map[string]bool{}, failing: map[string]bool{}, counts: map[string]int64{}}
-	r.vm = &vm{host: r}
+	r.vm = newVM(r)
 	return r
 }
 
@@ -205,7 +254,10 @@ func (r *nativeRig) start(_ *testing.T, cfg []byte) error {
 }
 
 func (r *nativeRig) exchange(*testing.T) exchange {
-	return &nativeExchange{rig: r, ctx: r.plugin.NewHttpContext(0)}
+	return &nativeExchange{
+		rig: r, ctx: r.plugin.NewHttpContext(0),
+		properties: map[string][]byte{}, states: map[string]string{},
+	}
 }
 
 type nativeCall struct {
@@ -222,8 +274,21 @@ func (r *nativeRig) calls() []pendingCall {
 	return calls
 }
 
-func (r *nativeRig) metric(outcome string) int64 {
-	return r.counts["weir_filter_requests_outcome="+outcome]
+func (r *nativeRig) metric(outcome string) int64 { return requests(r.counts, outcome) }
+func (r *nativeRig) counter(name string) int64   { return r.counts[name] }
+
+func (r *nativeRig) tick(*testing.T) bool {
+	if r.period == 0 {
+		return true
+	}
+	r.current = nil
+	r.plugin.OnTick()
+	return false
+}
+
+func (r *nativeRig) close(*testing.T) bool {
+	r.current = nil
+	return r.over || r.plugin.OnPluginDone()
 }
 
 func (r *nativeRig) log() string { return strings.Join(r.logs, "\n") }
@@ -256,6 +321,45 @@ func (r *nativeRig) count(counter uint32) {
 	_ = r.fault("count")
 	r.counts[r.counters[counter]]++
 }
+
+func (r *nativeRig) defineGauge(name string) uint32 { return r.defineCounter(name) }
+
+func (r *nativeRig) setGauge(gauge uint32, value uint64) {
+	r.counts[r.counters[gauge]] = int64(value)
+}
+
+func (r *nativeRig) setTick(milliseconds uint32) error {
+	r.period = milliseconds
+	return r.fault("setTick")
+}
+
+func (r *nativeRig) pluginDone() { r.over = true }
+
+func (r *nativeRig) requestBody(start, size int) ([]byte, error) {
+	chunk := r.current.chunk
+	start = min(start, len(chunk))
+	return append([]byte(nil), chunk[start:min(start+size, len(chunk))]...), r.fault("requestBody")
+}
+
+func (r *nativeRig) property(path []string) (value []byte, found bool, err error) {
+	value, found = r.current.properties[strings.Join(path, "/")]
+	return value, found, r.fault("property")
+}
+
+func (r *nativeRig) setState(name, value string) error {
+	r.current.states[name] = value
+	return r.fault("setState")
+}
+
+func (r *nativeRig) removeRequestHeader(name string) error {
+	r.current.headers = replace(r.current.headers, [][2]string{{name, ""}})
+	r.current.headers = r.current.headers[:len(r.current.headers)-1]
+	return r.fault("removeRequestHeader")
+}
+
+func (r *nativeRig) now() time.Time { return time.Unix(1, 0) }
+
+func (r *nativeRig) logDebug(text string) { r.logs = append(r.logs, text) }
 
 func (r *nativeRig) logWarn(text string) {
 	_ = r.fault("logWarn")
@@ -297,6 +401,11 @@ func (r *nativeRig) respond(status uint32, headers [][2]string, body []byte, grp
 	if err := r.fault("respond"); err != nil {
 		return err
 	}
+	if len(headers) > 0 {
+		if err := r.fault("respond with headers"); err != nil {
+			return err
+		}
+	}
 	if r.current.answered == nil {
 		r.current.answered = &wasmhost.LocalResponse{
 			Status: int(status), Headers: headers, Body: body, GRPCStatus: int(grpcStatus),
@@ -323,16 +432,19 @@ func (r *nativeRig) call(cluster string, headers [][2]string, body []byte, timeo
 					break
 				}
 			}
-			// The SDK drops the answer for a stream that is gone.
-			if c.by.gone {
-				return
-			}
 			r.answer = &a
-			c.by.run(func() wasmhost.Action {
+			defer func() { r.answer = nil }()
+			answered := func() wasmhost.Action {
 				done(len(a.Headers), len(a.Body), len(a.Trailers))
 				return wasmhost.Pause
-			}, func(wasmhost.Action) {})
-			r.answer = nil
+			}
+			switch {
+			case c.by == nil: // the plugin's own
+				r.current = nil
+				answered()
+			case !c.by.gone: // the SDK drops the answer for a stream that is gone
+				c.by.run(answered, func(wasmhost.Action) {})
+			}
 		},
 	}
 	r.pending = append(r.pending, c)
@@ -355,7 +467,9 @@ type nativeExchange struct {
 	ctx types.HttpContext
 
 	headers, trailers [][2]string
-	held              []byte
+	chunk, held       []byte
+	properties        map[string][]byte
+	states            map[string]string
 	queue             []func() // while all is stopped
 	stopped, resumed  bool
 	ended, gone       bool
@@ -434,7 +548,10 @@ func (e *nativeExchange) requestBody(_ *testing.T, chunk []byte, end bool) wasmh
 		e.ended = end
 		size := len(chunk)
 		if e.buffering {
+			e.chunk = append(append([]byte(nil), e.held...), chunk...)
 			size += len(e.held)
+		} else {
+			e.chunk = chunk
 		}
 		return e.run(func() wasmhost.Action {
 			return wasmhost.Action(e.ctx.OnHttpRequestBody(size, end))
@@ -480,6 +597,12 @@ func (e *nativeExchange) done(*testing.T) {
 	e.ctx.OnHttpStreamDone()
 	e.gone = true
 }
+
+func (e *nativeExchange) property(value []byte, path ...string) {
+	e.properties[strings.Join(path, "/")] = value
+}
+
+func (e *nativeExchange) state(name string) string { return e.states[name] }
 
 func (e *nativeExchange) upstream() wasmhost.Message     { return e.up }
 func (e *nativeExchange) downstream() wasmhost.Message   { return e.down }

@@ -4,14 +4,13 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"iter"
 	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
 
 	"google.golang.org/protobuf/encoding/protowire"
-
-	"github.com/weir-dev/weir/filter/config"
 )
 
 // The messages of envoy.service.ratelimit.v3 are written and read by hand: the
@@ -21,8 +20,9 @@ const (
 	requestDomain      protowire.Number = 1
 	requestDescriptors protowire.Number = 2
 
-	descriptorEntries    protowire.Number = 1
-	descriptorHitsAddend protowire.Number = 3
+	descriptorEntries      protowire.Number = 1
+	descriptorHitsAddend   protowire.Number = 3
+	descriptorNegativeHits protowire.Number = 4
 
 	entryKey   protowire.Number = 1
 	entryValue protowire.Number = 2
@@ -33,6 +33,7 @@ const (
 	responseResponseHeadersToAdd protowire.Number = 3
 	responseRequestHeadersToAdd  protowire.Number = 4
 	responseRawBody              protowire.Number = 5
+	responseDynamicMetadata      protowire.Number = 6
 
 	headerKey      protowire.Number = 1
 	headerValue    protowire.Number = 2
@@ -54,31 +55,90 @@ func callHeaders(authority string, timeout time.Duration) [][2]string {
 	}
 }
 
-// appendRequest appends a gRPC frame with a RateLimitRequest. Each descriptor has its
-// own hits_addend: 0 is a cost too, and on the request it would mean 1.
-func appendRequest(b []byte, domain string, charges []charge, bodyBytes uint64) []byte {
+// receiptHeader is the metadata in which a refund brings its receipt.
+const receiptHeader = "weir-receipt"
+
+// appendRequest appends a gRPC frame with a RateLimitRequest for what g takes.
+func appendRequest(b []byte, domain string, charges []charge, g *grant) []byte {
 	start := len(b)
-	b = append(b, 0, 0, 0, 0, 0)
-	b = appendString(b, requestDomain, domain)
+	b = beginFrame(b, domain)
 	for i := range charges {
-		c := &charges[i]
-		hits := uint64(1)
-		if c.descriptor.Cost == config.CostBodyBytes {
-			hits = bodyBytes
+		if c := &charges[i]; g.takes(c) {
+			b = appendDescriptor(b, c, g.hits(c), false)
 		}
-		b = appendDescriptor(b, c, hits)
 	}
-	// Envoy bounds a request's headers far below 4 GiB, and with them the message.
+	return endFrame(b, start)
+}
+
+// appendRefund does so for what is left of g. It has the same descriptors, as the receipt
+// is theirs.
+func appendRefund(b []byte, domain string, charges []charge, g *grant, used *usage) []byte {
+	start := len(b)
+	b = beginFrame(b, domain)
+	for i := range charges {
+		if c := &charges[i]; g.takes(c) {
+			b = appendDescriptor(b, c, g.left(c, used), true)
+		}
+	}
+	return endFrame(b, start)
+}
+
+func beginFrame(b []byte, domain string) []byte {
+	b = append(b, 0, 0, 0, 0, 0)
+	return appendString(b, requestDomain, domain)
+}
+
+// endFrame writes the length of the message of the frame that begins at start.
+func endFrame(b []byte, start int) []byte {
+	// Envoy bounds a request's headers, and config.MaxValue a value, far below 4 GiB, and
+	// with them the message.
 	binary.BigEndian.PutUint32(b[start+1:], uint32(len(b)-start-framePrefix)) //nolint:gosec // see above
 	return b
 }
 
-func appendDescriptor(b []byte, c *charge, hits uint64) []byte {
+// takes reports whether g has a charge's descriptor: at first all have, and later those
+// that cost something more.
+func (g *grant) takes(c *charge) bool { return g.first || g.hits(c) > 0 }
+
+// hits is what g takes of a charge.
+func (g *grant) hits(c *charge) int64 {
+	if g.first {
+		return c.price.at(g.to)
+	}
+	return c.price.between(g.from, g.to)
+}
+
+// left is what is to be given back of it when so much has been used: all of it, if the
+// request has not even begun to go on.
+func (g *grant) left(c *charge, used *usage) int64 {
+	if !used.begun {
+		return g.hits(c)
+	}
+	return c.price.between(used.or(g.from), g.to)
+}
+
+// refunds reports whether anything is to be given back.
+func (g *grant) refunds(charges []charge, used *usage) bool {
+	for i := range charges {
+		if g.left(&charges[i], used) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// appendDescriptor appends a descriptor. Each has its own hits_addend: 0 is a cost too,
+// and on the request it would mean 1.
+func appendDescriptor(b []byte, c *charge, cost int64, negative bool) []byte {
+	hits := uint64(cost) //nolint:gosec // not negative
 	addend := 0
 	if hits != 0 {
 		addend = protowire.SizeTag(uint64Value) + protowire.SizeVarint(hits)
 	}
 	size := protowire.SizeTag(descriptorHitsAddend) + protowire.SizeBytes(addend)
+	if negative {
+		size += protowire.SizeTag(descriptorNegativeHits) + protowire.SizeVarint(1)
+	}
 	for i, value := range c.values {
 		size += protowire.SizeTag(descriptorEntries) + protowire.SizeBytes(entrySize(c.descriptor.Entries[i].Key, value))
 	}
@@ -94,6 +154,10 @@ func appendDescriptor(b []byte, c *charge, hits uint64) []byte {
 	if hits != 0 {
 		b = protowire.AppendTag(b, uint64Value, protowire.VarintType)
 		b = protowire.AppendVarint(b, hits)
+	}
+	if negative {
+		b = protowire.AppendTag(b, descriptorNegativeHits, protowire.VarintType)
+		b = protowire.AppendVarint(b, 1)
 	}
 	return b
 }
@@ -135,6 +199,8 @@ type answer struct {
 	responseHeaders [][2]string
 	requestHeaders  [][2]string
 	body            []byte
+	receipt         []byte   // of what was charged; empty if there is nothing to give back
+	shadow          []string // names of limits in shadow that would have refused
 }
 
 // A reply is what came back of a call; all its parts may be absent.
@@ -235,6 +301,9 @@ func parseResponse(b []byte) (answer, error) {
 			a.requestHeaders = append(a.requestHeaders, h)
 		case num == responseRawBody && typ == protowire.BytesType:
 			a.body, _ = protowire.ConsumeBytes(b)
+		case num == responseDynamicMetadata && typ == protowire.BytesType:
+			metadata, _ := protowire.ConsumeBytes(b)
+			a.receipt, a.shadow = readMetadata(metadata)
 		}
 		b = b[size:]
 	}
@@ -293,4 +362,74 @@ func validHeader(h [2]string) bool {
 		}
 	}
 	return h[0] != "" && !strings.ContainsAny(h[1], "\x00\r\n")
+}
+
+// Field numbers of google.protobuf.Struct, its map's entries, Value and ListValue.
+const (
+	structFields protowire.Number = 1
+	fieldName    protowire.Number = 1
+	fieldValue   protowire.Number = 2
+	valueString  protowire.Number = 3
+	valueStruct  protowire.Number = 5
+	valueList    protowire.Number = 6
+	listValues   protowire.Number = 1
+)
+
+// readMetadata takes what is ours out of an answer's dynamic metadata, the struct "weir".
+// What is not as it should be is as if it were not there: it decides nothing.
+func readMetadata(metadata []byte) (receipt []byte, shadow []string) {
+	weir := member(metadata, "weir")
+	if weir == nil {
+		return nil, nil
+	}
+	weir = part(weir, valueStruct)
+	receipt = part(member(weir, "receipt"), valueString)
+	for item := range parts(part(member(weir, "shadow_denied"), valueList), listValues) {
+		shadow = append(shadow, string(part(item, valueString)))
+	}
+	return receipt, shadow
+}
+
+// member returns a field of a google.protobuf.Struct, a Value, or nil.
+func member(message []byte, name string) []byte {
+	var last []byte
+	for field := range parts(message, structFields) {
+		if string(part(field, fieldName)) == name {
+			last = part(field, fieldValue)
+		}
+	}
+	return last
+}
+
+// part returns the last of a field's values, which are bytes.
+func part(message []byte, field protowire.Number) []byte {
+	var last []byte
+	for value := range parts(message, field) {
+		last = value
+	}
+	return last
+}
+
+// parts returns a field's values up to where the message is malformed.
+func parts(message []byte, field protowire.Number) iter.Seq[[]byte] {
+	return func(yield func([]byte) bool) {
+		for len(message) > 0 {
+			num, typ, n := protowire.ConsumeTag(message)
+			if n < 0 {
+				return
+			}
+			message = message[n:]
+			size := protowire.ConsumeFieldValue(num, typ, message)
+			if size < 0 {
+				return
+			}
+			if num == field && typ == protowire.BytesType {
+				value, _ := protowire.ConsumeBytes(message)
+				if !yield(value) {
+					return
+				}
+			}
+			message = message[size:]
+		}
+	}
 }

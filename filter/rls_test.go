@@ -25,23 +25,23 @@ func TestAppendRequest(t *testing.T) {
 
 	type entry struct{ key, value string }
 	type descriptor struct {
-		cost    config.Cost
+		price   price
 		entries []entry
 	}
 	long := strings.Repeat("x", 300)
 	for _, tc := range []struct {
 		name        string
 		domain      string
-		bodyBytes   uint64
+		bodyBytes   int64
 		descriptors []descriptor
 	}{
-		{"one", "ingest", 0, []descriptor{{config.CostOne, []entry{{"consumer", "acme"}}}}},
-		{"an explicit zero", "ingest", 0, []descriptor{{config.CostBodyBytes, []entry{{"node", "n"}}}}},
-		{"an empty value", "ingest", 1, []descriptor{{config.CostBodyBytes, []entry{{"node", ""}}}}},
-		{"the largest cost", "d", math.MaxUint64, []descriptor{{config.CostBodyBytes, []entry{{"node", "n"}}}}},
+		{"one", "ingest", 0, []descriptor{{price{fixed: 1}, []entry{{"consumer", "acme"}}}}},
+		{"an explicit zero", "ingest", 0, []descriptor{{price{perByte: 1}, []entry{{"node", "n"}}}}},
+		{"an empty value", "ingest", 1, []descriptor{{price{perByte: 1}, []entry{{"node", ""}}}}},
+		{"the largest cost", "d", math.MaxInt64, []descriptor{{price{perByte: 1}, []entry{{"node", "n"}}}}},
 		{"several of several", "d", 1 << 35, []descriptor{
-			{config.CostBodyBytes, []entry{{"a", "1"}, {"b", long}, {long, "3"}}},
-			{config.CostOne, []entry{{"c", "\U0010FFC0"}}},
+			{price{perByte: 1}, []entry{{"a", "1"}, {"b", long}, {long, "3"}}},
+			{price{fixed: 1}, []entry{{"c", "\U0010FFC0"}}},
 		}},
 		{"none", "d", 1, nil},
 	} {
@@ -51,11 +51,8 @@ func TestAppendRequest(t *testing.T) {
 			var charges []charge
 			want := &rlsv3.RateLimitRequest{Domain: tc.domain}
 			for _, d := range tc.descriptors {
-				c := charge{descriptor: &config.Descriptor{Cost: d.cost}}
-				hits := uint64(1)
-				if d.cost == config.CostBodyBytes {
-					hits = tc.bodyBytes
-				}
+				c := charge{descriptor: &config.Descriptor{}, price: d.price}
+				hits := uint64(min(d.price.fixed+d.price.perByte*tc.bodyBytes, 1<<53+1))
 				var keysAndValues []string
 				for _, e := range d.entries {
 					c.descriptor.Entries = append(c.descriptor.Entries, config.Entry{Key: e.key})
@@ -69,7 +66,7 @@ func TestAppendRequest(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			got := appendRequest([]byte("before"), tc.domain, charges, tc.bodyBytes)
+			got := appendRequest([]byte("before"), tc.domain, charges, &grant{first: true, to: units{bytes: tc.bodyBytes}})
 			if want := append([]byte("before"), frame(message)...); !bytes.Equal(got, want) {
 				t.Errorf("appendRequest\n got %q\nwant %q", got, want)
 			}
@@ -217,7 +214,7 @@ func TestContentLength(t *testing.T) {
 
 	for _, tc := range []struct {
 		value string
-		want  uint64
+		want  int64
 		ok    bool
 	}{
 		{"0", 0, true},

@@ -111,9 +111,11 @@ type scenario struct {
 	block   string // demo by default
 	cluster string // weir_ratelimit by default
 
-	headers  [][2]string
-	chunks   []int       // the body; nil is none, ended by the headers
-	trailers [][2]string // end the body, if there are any
+	properties map[string]string // of Envoy, by path with slashes
+	headers    [][2]string
+	chunks     []int       // the body; nil is none, ended by the headers
+	body       []string    // or what stands in its chunks
+	trailers   [][2]string // end the body, if there are any
 
 	// What the filter asks, if it does, and what it is told.
 	wantCall []*commonv3.RateLimitDescriptor
@@ -127,6 +129,7 @@ type scenario struct {
 	wantBody     string
 	wantHeaders  [][2]string // of the response, in order, without :status
 	wantUpstream [][2]string // the request's headers at the upstream; checked if set
+	wantMissing  string      // the reason why a cost of rule 0 is missing; "" is none
 	wantOutcome  string      // the only counter that counts; "" is none
 	wantLog      string      // a part of the log; "" is no log at all
 }
@@ -213,16 +216,6 @@ func scenarios(t *testing.T) []scenario {
 		{
 			name: "exactly hold_bytes", headers: post([2]string{"x-node-id", node}), chunks: []int{524287, 1},
 			wantCall: []*commonv3.RateLimitDescriptor{desc(524288, "node", node)}, answer: okAnswer(t), wantOutcome: "allowed",
-		},
-		{
-			name: "one byte over hold_bytes", headers: post([2]string{"x-node-id", node}), chunks: []int{524288, 1},
-			wantStatus: 413, wantGRPC: 8, wantOutcome: "too_large",
-			wantBody: "the body has no Content-Length and is larger than hold_bytes (524288)",
-		},
-		{
-			name: "over hold_bytes before the end", headers: post([2]string{"x-node-id", node}), chunks: []int{524289, 1, 1},
-			wantStatus: 413, wantGRPC: 8, wantOutcome: "too_large",
-			wantBody: "the body has no Content-Length and is larger than hold_bytes (524288)",
 		},
 
 		// Keys.
@@ -426,7 +419,7 @@ func scenarios(t *testing.T) []scenario {
 func TestScenarios(t *testing.T) {
 	t.Parallel()
 
-	for _, s := range scenarios(t) {
+	for _, s := range append(append(scenarios(t), keyScenarios(t)...), costScenarios(t)...) {
 		t.Run(s.name, func(t *testing.T) {
 			t.Parallel()
 			for name, newRig := range rigs() {
@@ -456,6 +449,9 @@ func (s scenario) run(t *testing.T, r rig) {
 		t.Fatal(err)
 	}
 	e := r.exchange(t)
+	for path, value := range s.properties {
+		e.property([]byte(value), strings.Split(path, "/")...)
+	}
 	body := s.send(t, e)
 
 	calls := r.calls()
@@ -492,13 +488,22 @@ func (s scenario) run(t *testing.T, r rig) {
 	}
 	e.done(t)
 
-	for _, outcome := range []string{"allowed", "refused", "unavailable", "invalid", "too_large"} {
+	for _, outcome := range []string{"allowed", "refused", "unavailable", "invalid", "too_large", "allowed_on_error"} {
 		want := int64(0)
 		if outcome == s.wantOutcome {
 			want = 1
 		}
 		if got := r.metric(outcome); got != want {
 			t.Errorf("metric %s = %d, want %d", outcome, got, want)
+		}
+	}
+	for reason := range reasons {
+		want := int64(0)
+		if reason.String() == s.wantMissing {
+			want = 1
+		}
+		if got := r.counter("weir_filter_cost_missing_rule=0_reason=" + reason.String()); got != want {
+			t.Errorf("a cost was missing because of %v %d times, want %d", reason, got, want)
 		}
 	}
 	if log := r.log(); s.wantLog == "" && log != "" || !strings.Contains(log, s.wantLog) {
@@ -510,7 +515,11 @@ func (s scenario) run(t *testing.T, r rig) {
 func (s scenario) send(t *testing.T, e exchange) []byte {
 	t.Helper()
 	var body []byte
-	e.requestHeaders(t, s.headers, s.chunks == nil)
+	e.requestHeaders(t, s.headers, s.chunks == nil && s.body == nil)
+	for i, chunk := range s.body {
+		body = append(body, chunk...)
+		e.requestBody(t, []byte(chunk), i == len(s.body)-1 && s.trailers == nil)
+	}
 	for i, size := range s.chunks {
 		chunk := bytes.Repeat([]byte{byte('a' + i)}, size)
 		body = append(body, chunk...)

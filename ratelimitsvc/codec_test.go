@@ -104,7 +104,7 @@ func TestC29C30ValuesThatAreNotUTF8(t *testing.T) {
 		ids[debit.Consumer.ID] = value
 	}
 	// Weir's filter writes the same bytes the same way.
-	want, err := config.TypeString.Canonical(values[0])
+	want, err := (&config.Entry{}).Canonical(values[0])
 	if err != nil {
 		t.Fatal(err)
 	}

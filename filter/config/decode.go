@@ -1,205 +1,15 @@
 package config
 
 import (
-	"bytes"
-	"encoding/json"
 	"fmt"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
+
+	"github.com/weir-dev/weir/filter/extract"
 )
-
-// A node is a JSON value. The decoding of encoding/json keeps neither a field that is
-// given twice nor the path of a wrong one, hence this tree.
-type node struct {
-	kind   kind
-	text   string // of a string, or of a number as it is written
-	items  []node // of an array
-	fields []field
-}
-
-type field struct {
-	name  string
-	value node
-}
-
-type kind string
-
-const (
-	kindObject kind = "an object"
-	kindArray  kind = "a list"
-	kindString kind = "a string"
-	kindNumber kind = "a number"
-	kindBool   kind = "a boolean"
-	kindNull   kind = "null"
-)
-
-// maxDepth is more than the document ever needs.
-const maxDepth = 32
-
-// decoder gathers the faults of one document.
-type decoder struct{ errs []error }
-
-func (d *decoder) fault(path, format string, args ...any) {
-	d.errs = append(d.errs, &Error{Path: path, Msg: fmt.Sprintf(format, args...)})
-}
-
-// decode reads text as one JSON value.
-func decode(text []byte) (*decoder, node) {
-	d := &decoder{}
-	// encoding/json would replace such bytes silently.
-	if !utf8.Valid(text) {
-		d.fault("", "is not valid UTF-8")
-		return d, node{}
-	}
-	// This finds every fault of syntax, text after the value included.
-	var whole json.RawMessage
-	if err := json.Unmarshal(text, &whole); err != nil {
-		d.fault("", "%s", strings.TrimPrefix(err.Error(), "json: "))
-		return d, node{}
-	}
-	dec := json.NewDecoder(bytes.NewReader(text))
-	dec.UseNumber()
-	return d, d.node(dec, "", 0)
-}
-
-// node reads the next value. After a fault the tree is not to be used.
-func (d *decoder) node(dec *json.Decoder, path string, depth int) node {
-	if depth > maxDepth {
-		d.fault(path, "is nested too deeply")
-		return node{}
-	}
-	token, err := dec.Token()
-	if err != nil {
-		d.fault(path, "%v", err)
-		return node{}
-	}
-	switch t := token.(type) {
-	case string:
-		return node{kind: kindString, text: t}
-	case json.Number:
-		return node{kind: kindNumber, text: t.String()}
-	case bool:
-		return node{kind: kindBool, text: strconv.FormatBool(t)}
-	case json.Delim:
-		if t == '[' {
-			return d.array(dec, path, depth)
-		}
-		return d.object(dec, path, depth)
-	default:
-		return node{kind: kindNull}
-	}
-}
-
-func (d *decoder) array(dec *json.Decoder, path string, depth int) node {
-	n := node{kind: kindArray}
-	for dec.More() {
-		item := d.node(dec, index(path, len(n.items)), depth+1)
-		if len(d.errs) > 0 {
-			return node{}
-		}
-		n.items = append(n.items, item)
-	}
-	_, _ = dec.Token() // the closing bracket: the syntax has been checked
-	return n
-}
-
-func (d *decoder) object(dec *json.Decoder, path string, depth int) node {
-	n := node{kind: kindObject}
-	for dec.More() {
-		token, err := dec.Token()
-		name, ok := token.(string)
-		if err != nil || !ok {
-			d.fault(path, "has no field name where one is due")
-			return node{}
-		}
-		value := d.node(dec, join(path, name), depth+1)
-		if len(d.errs) > 0 {
-			return node{}
-		}
-		n.fields = append(n.fields, field{name, value})
-	}
-	_, _ = dec.Token()
-	return n
-}
-
-func join(path, name string) string {
-	if path == "" {
-		return name
-	}
-	return path + "." + name
-}
-
-func index(path string, i int) string {
-	return path + "[" + strconv.Itoa(i) + "]"
-}
-
-// is reports whether n has the kind, and a fault if it does not.
-func (d *decoder) is(path string, n node, want kind) bool {
-	if n.kind != want {
-		d.fault(path, "is %s, want %s", n.kind, want)
-		return false
-	}
-	return true
-}
-
-// fields returns the fields of an object by name, having reported those that are
-// not known or are given twice.
-func (d *decoder) fields(path string, n node, known ...string) map[string]node {
-	if !d.is(path, n, kindObject) {
-		return nil
-	}
-	fields := make(map[string]node, len(n.fields))
-	for _, f := range n.fields {
-		if _, twice := fields[f.name]; twice {
-			d.fault(join(path, f.name), "is given twice")
-			continue
-		}
-		fields[f.name] = f.value
-		if !slices.Contains(known, f.name) {
-			d.fault(join(path, f.name), "is not a known field; known are %s", strings.Join(known, ", "))
-		}
-	}
-	return fields
-}
-
-// str returns a string field, or the fallback where it is absent.
-func (d *decoder) str(path string, fields map[string]node, name, fallback string) string {
-	n, ok := fields[name]
-	if !ok || !d.is(join(path, name), n, kindString) {
-		return fallback
-	}
-	return n.text
-}
-
-// required returns a string field that must be there and not empty.
-func (d *decoder) required(path string, fields map[string]node, name string) string {
-	if _, ok := fields[name]; !ok {
-		d.fault(join(path, name), "is required")
-		return ""
-	}
-	before := len(d.errs)
-	s := d.str(path, fields, name, "")
-	if s == "" && len(d.errs) == before {
-		d.fault(join(path, name), "is empty")
-	}
-	return s
-}
-
-// list returns the elements of a list field, which must be there.
-func (d *decoder) list(path string, fields map[string]node, name string) []node {
-	n, ok := fields[name]
-	if !ok {
-		d.fault(join(path, name), "is required")
-		return nil
-	}
-	if !d.is(join(path, name), n, kindArray) {
-		return nil
-	}
-	return n.items
-}
 
 func (d *decoder) config(n node) *Config {
 	fields := d.fields("", n, "version", "domain", "cluster", "filter")
@@ -221,20 +31,26 @@ func (d *decoder) config(n node) *Config {
 }
 
 func (d *decoder) block(path string, n node) Block {
-	fields := d.fields(path, n, "timeout", "hold_bytes", "rules")
+	fields := d.fields(path, n, "timeout", "hold_bytes", "block_bytes", "block_messages", "refused", "debug", "rules")
 	if fields == nil {
 		return Block{}
 	}
 	b := Block{
-		Timeout:   d.timeout(path, fields),
-		HoldBytes: d.holdBytes(path, fields),
+		Timeout:       d.timeout(path, fields),
+		HoldBytes:     d.whole(path, fields, "hold_bytes", DefaultHoldBytes, 1, MaxHoldBytes, "bytes"),
+		BlockBytes:    d.whole(path, fields, "block_bytes", DefaultBlockBytes, 1, MaxBlockBytes, "bytes"),
+		BlockMessages: d.whole(path, fields, "block_messages", DefaultBlockMessages, 1, MaxBlockMessages, "messages"),
+		Refused:       d.answer(path, fields),
 	}
+	b.Debug, _ = choice(d, path, fields, "debug", "a level of detail", DebugOff, []word[Debug]{
+		{"off", DebugOff}, {"redacted", DebugRedacted}, {"values", DebugValues},
+	})
 	names := map[string]string{}
 	places := map[string]string{}
 	for i, item := range d.list(path, fields, "rules") {
 		at := index(join(path, "rules"), i)
-		r := d.rule(at, item, places)
-		if other, taken := names[r.Name]; taken && r.Name != "" {
+		r := d.rule(at, i, item, places)
+		if other, taken := names[r.Name]; taken {
 			d.fault(join(at, "name"), "%q is the name of %s too", r.Name, other)
 		}
 		names[r.Name] = at
@@ -255,33 +71,43 @@ func (d *decoder) timeout(path string, fields map[string]node) time.Duration {
 	return timeout
 }
 
-func (d *decoder) holdBytes(path string, fields map[string]node) int64 {
-	n, ok := fields["hold_bytes"]
+func (d *decoder) answer(path string, fields map[string]node) Answer {
+	a := Answer{Status: DefaultRefusedStatus}
+	n, ok := fields["refused"]
 	if !ok {
-		return DefaultHoldBytes
+		return a
 	}
-	path = join(path, "hold_bytes")
-	if !d.is(path, n, kindNumber) {
-		return 0
+	path = join(path, "refused")
+	fields = d.fields(path, n, "status", "body", "content_type")
+	if fields == nil {
+		return a
 	}
-	size, err := strconv.ParseInt(n.text, 10, 64)
-	switch {
-	case err != nil:
-		d.fault(path, "%s is not a whole number of bytes", n.text)
-	case size < 1 || size > MaxHoldBytes:
-		d.fault(path, "is %d, want 1 to %d", size, int64(MaxHoldBytes))
+	a.Status = int(d.whole(path, fields, "status", DefaultRefusedStatus, 400, 599, "an HTTP status"))
+	a.Body = d.str(path, fields, "body", "")
+	if len(a.Body) > MaxRefusedBody {
+		d.fault(join(path, "body"), "has %d bytes, want at most %d", len(a.Body), MaxRefusedBody)
 	}
-	return size
+	a.ContentType = d.str(path, fields, "content_type", "")
+	for i := range len(a.ContentType) {
+		if c := a.ContentType[i]; c < ' ' || c >= 0x7F {
+			d.fault(join(path, "content_type"), "%q is not a media type", a.ContentType)
+			break
+		}
+	}
+	return a
 }
 
-// rule reads a rule. In places is where each descriptor was seen before: the same one
-// twice would charge a request twice.
-func (d *decoder) rule(path string, n node, places map[string]string) Rule {
-	fields := d.fields(path, n, "name", "descriptors")
+// rule reads the i-th rule. In places is where each descriptor was seen before: the same one
+// twice, for the same requests, would charge a request twice.
+func (d *decoder) rule(path string, i int, n node, places map[string]string) Rule {
+	fields := d.fields(path, n, "name", "when", "descriptors")
 	if fields == nil {
-		return Rule{}
+		return Rule{Name: strconv.Itoa(i)}
 	}
-	r := Rule{Name: d.str(path, fields, "name", "")}
+	r := Rule{Name: d.str(path, fields, "name", strconv.Itoa(i)), When: d.when(path, fields)}
+	if !isRuleName(r.Name) {
+		d.fault(join(path, "name"), "%q is not a name of 1 to %d letters, digits, dots and dashes", r.Name, maxRuleName)
+	}
 	items := d.list(path, fields, "descriptors")
 	if fields["descriptors"].kind == kindArray && len(items) == 0 {
 		d.fault(join(path, "descriptors"), "is empty")
@@ -291,7 +117,7 @@ func (d *decoder) rule(path string, n node, places map[string]string) Rule {
 		before := len(d.errs)
 		desc := d.descriptor(at, item)
 		if len(d.errs) == before {
-			text := fmt.Sprintf("%#v", desc)
+			text := fmt.Sprintf("%+v %+v", r.When, desc)
 			if other, seen := places[text]; seen {
 				d.fault(at, "is the same as %s", other)
 			}
@@ -302,8 +128,94 @@ func (d *decoder) rule(path string, n node, places map[string]string) Rule {
 	return r
 }
 
+// maxRuleName is in bytes.
+const maxRuleName = 64
+
+// isRuleName reports whether s can be a part of a metric's name, in which other
+// characters separate it from the rest.
+func isRuleName(s string) bool {
+	for i := range len(s) {
+		switch c := s[i]; {
+		case 'a' <= c && c <= 'z', 'A' <= c && c <= 'Z', '0' <= c && c <= '9', c == '.', c == '-':
+		default:
+			return false
+		}
+	}
+	return s != "" && len(s) <= maxRuleName
+}
+
+func (d *decoder) when(path string, fields map[string]node) When {
+	n, ok := fields["when"]
+	if !ok {
+		return When{}
+	}
+	path = join(path, "when")
+	fields = d.fields(path, n, "routes", "methods", "paths", "headers")
+	if fields == nil {
+		return When{}
+	}
+	w := When{
+		Routes:  d.texts(path, fields, "routes"),
+		Methods: d.texts(path, fields, "methods"),
+	}
+	for i, method := range w.Methods {
+		if !isToken(strings.ToLower(method)) || strings.ToUpper(method) != method {
+			d.fault(index(join(path, "methods"), i), "%q is not a method in capitals", method)
+		}
+	}
+	for at, item := range d.some(path, fields, "paths") {
+		if text, ok := d.text(at, item); ok {
+			w.Paths = append(w.Paths, d.pattern(at, text))
+		}
+	}
+	for at, item := range d.some(path, fields, "headers") {
+		w.Headers = append(w.Headers, d.headerMatch(at, item))
+	}
+	return w
+}
+
+func (d *decoder) pattern(path, text string) extract.Pattern {
+	p, err := extract.ParsePattern(text)
+	if err != nil {
+		d.fault(path, "%q %v", text, err)
+	}
+	return p
+}
+
+func (d *decoder) headerMatch(path string, n node) HeaderMatch {
+	fields := d.fields(path, n, "name", "equals", "matches", "present")
+	if fields == nil {
+		return HeaderMatch{}
+	}
+	m := HeaderMatch{Name: d.headerName(path, fields, "name")}
+	given := 0
+	if n, ok := fields["present"]; ok {
+		given++
+		if d.is(join(path, "present"), n, kindBool) && n.text == "false" {
+			m.Kind = HeaderAbsent
+		}
+	}
+	if _, ok := fields["equals"]; ok {
+		given++
+		m.Kind = HeaderEquals
+		m.Value = d.str(path, fields, "equals", "")
+	}
+	if _, ok := fields["matches"]; ok {
+		given++
+		m.Kind = HeaderMatches
+		text := d.required(path, fields, "matches")
+		if d.expression(join(path, "matches"), text) != nil {
+			m.Expression = regexp.MustCompile("^(?:" + text + ")$")
+		}
+	}
+	if given != 1 {
+		d.fault(path, "wants one of equals, matches and present")
+	}
+	return m
+}
+
 func (d *decoder) descriptor(path string, n node) Descriptor {
-	fields := d.fields(path, n, "entries", "cost")
+	fields := d.fields(path, n, "entries", "cost", "on_error")
 	if fields == nil {
 		return Descriptor{}
 	}
@@ -315,97 +227,101 @@ func (d *decoder) descriptor(path string, n node) Descriptor {
 	for i, item := range items {
 		desc.Entries = append(desc.Entries, d.entry(index(join(path, "entries"), i), item))
 	}
-	switch cost := d.str(path, fields, "cost", "one"); cost {
-	case "one":
-		desc.Cost = CostOne
-	case "body_bytes":
-		desc.Cost = CostBodyBytes
-	default:
-		d.fault(join(path, "cost"), "%q is not a cost; known are one, body_bytes", cost)
-	}
+	desc.Cost = d.cost(path, fields)
+	desc.AllowOnError, _ = choice(d, path, fields, "on_error", "a way to deal with it", false, []word[bool]{
+		{"deny", false}, {"allow", true},
+	})
 	return desc
 }
 
 func (d *decoder) entry(path string, n node) Entry {
-	fields := d.fields(path, n, "key", "header", "type", "missing", "default")
+	fields := d.fields(path, n, append([]string{
+		"key", "capture", "normalize", "type", "mask", "missing", "default",
+	}, sourceNames(sources)...)...)
 	if fields == nil {
 		return Entry{}
 	}
+	before := len(d.errs)
 	e := Entry{
 		Key:    d.required(path, fields, "key"),
-		Source: d.source(path, fields),
+		Source: d.source(path, fields, sources),
+		Mask:   extract.Masks{IPv4: 32, IPv6: 128},
 	}
-	typed := true
-	switch t := d.str(path, fields, "type", "string"); t {
-	case "string":
-		e.Type = TypeString
-	case "uuid":
-		e.Type = TypeUUID
-	default:
-		typed = false
-		d.fault(join(path, "type"), "%q is not a type; known are string, uuid", t)
+	if text, ok := fields["capture"]; ok && d.is(join(path, "capture"), text, kindString) {
+		e.Capture = d.expression(join(path, "capture"), text.text)
 	}
-	known := true
-	switch m := d.str(path, fields, "missing", "deny"); m {
-	case "deny":
-		e.Missing = MissingDeny
-	case "skip":
-		e.Missing = MissingSkip
-	case "default":
-		e.Missing = MissingDefault
-	default:
-		known = false
-		d.fault(join(path, "missing"), "%q is not a way to deal with it; known are deny, skip, default", m)
+	for at, item := range d.some(path, fields, "normalize") {
+		if step, ok := choiceNode(d, at, item, "a normalizer", Lower, []word[Normalizer]{
+			{"lower", Lower}, {"trim", Trim}, {"sha256", SHA256},
+		}); ok {
+			e.Normalize = append(e.Normalize, step)
+		}
 	}
+	d.entryType(path, fields, &e)
+	d.entryMissing(path, fields, &e, len(d.errs) == before)
+	return e
+}
+
+func (d *decoder) entryType(path string, fields map[string]node, e *Entry) {
+	fallback := TypeString
+	if e.Source.Kind == SourceAddress {
+		fallback = TypeIP
+	}
+	typ, ok := choice(d, path, fields, "type", "a type", fallback, []word[Type]{
+		{"string", TypeString}, {"uuid", TypeUUID}, {"ip", TypeIP},
+	})
+	e.Type = typ
+	if !ok {
+		return
+	}
+	if typ != TypeString && slices.Contains(e.Normalize, SHA256) {
+		d.fault(join(path, "normalize"), "sha256 needs type: string")
+	}
+	if e.Source.Kind == SourceAddress && typ != TypeIP {
+		d.fault(join(path, "type"), "a source_address is of type ip")
+	}
+	mask, given := fields["mask"]
+	if !given {
+		return
+	}
+	path = join(path, "mask")
+	if typ != TypeIP {
+		d.fault(path, "needs type: ip")
+		return
+	}
+	bits := d.fields(path, mask, "ipv4", "ipv6")
+	if bits == nil {
+		return
+	}
+	e.Mask.IPv4 = int(d.whole(path, bits, "ipv4", 32, 0, 32, "bits"))
+	e.Mask.IPv6 = int(d.whole(path, bits, "ipv6", 128, 0, 128, "bits"))
+}
+
+// entryMissing reads what to do without a value. A default is checked only if the
+// entry that it is for is sound.
+func (d *decoder) entryMissing(path string, fields map[string]node, e *Entry, sound bool) {
+	missing, ok := d.missing(path, fields)
+	e.Missing = missing
 	_, given := fields["default"]
 	switch {
-	case e.Missing == MissingDefault:
+	case missing == MissingDefault:
 		before := len(d.errs)
 		value := d.required(path, fields, "default")
-		if !typed || len(d.errs) > before {
+		if !sound || len(d.errs) > before {
 			break
 		}
-		canonical, err := e.Type.Canonical(value)
+		canonical, err := e.typed(value)
 		if err != nil {
 			d.fault(join(path, "default"), "%q %v", value, err)
 		}
 		e.Default = canonical
-	case given && known:
+	case given && ok:
 		d.fault(join(path, "default"), "needs missing: default")
 	}
-	return e
 }
 
-// source reads the one source of an entry. Each kind of source is a field of its
-// own; exactly one is to be given.
-func (d *decoder) source(path string, fields map[string]node) Source {
-	if _, ok := fields["header"]; !ok {
-		d.fault(path, "has no source; known is header")
-		return Source{}
-	}
-	before := len(d.errs)
-	name := strings.ToLower(d.required(path, fields, "header"))
-	if len(d.errs) > before {
-		return Source{}
-	}
-	switch {
-	case !isToken(name):
-		d.fault(join(path, "header"), "%q is not a header's name", name)
-	case name == "host":
-		// Envoy turns it into :authority, so an entry that skips it would never apply.
-		d.fault(join(path, "header"), "host is not visible to a filter in Envoy")
-	}
-	return Source{Kind: SourceHeader, Name: name}
-}
-
-// isToken reports whether s is a token of RFC 9110, section 5.6.2, in lower case.
-func isToken(s string) bool {
-	for i := range len(s) {
-		switch c := s[i]; {
-		case 'a' <= c && c <= 'z', '0' <= c && c <= '9', strings.IndexByte("!#$%&'*+-.^_`|~", c) >= 0:
-		default:
-			return false
-		}
-	}
-	return s != ""
+func (d *decoder) missing(path string, fields map[string]node) (Missing, bool) {
+	return choice(d, path, fields, "missing", "a way to deal with it", MissingDeny, []word[Missing]{
+		{"deny", MissingDeny}, {"skip", MissingSkip}, {"default", MissingDefault},
+	})
 }

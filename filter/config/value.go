@@ -1,9 +1,14 @@
 package config
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
+	"strconv"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/weir-dev/weir/filter/extract"
 )
 
 // Type is what a descriptor entry's value must be.
@@ -15,26 +20,80 @@ const (
 	TypeString Type = iota
 	// TypeUUID takes the 36-character form of a UUID in any case, not all zero.
 	TypeUUID
+	// TypeIP takes an IP address, with or without a port.
+	TypeIP
 )
 
-// errNotUUID is what [Type.Canonical] returns for [TypeUUID].
-var errNotUUID = errors.New("is not a UUID of 36 characters, or is all zero")
+// What [Entry.Canonical] returns, to be put behind the name of the value's source.
+var (
+	errNotUUID = errors.New("is not a UUID of 36 characters, or is all zero")
+	errTooLong = errors.New("is longer than " + strconv.Itoa(MaxValue) + " bytes")
+)
 
-// Canonical returns the value that goes into the descriptor, or an error that says
-// what is wrong with it, to be put behind the value's name.
+// Canonical returns what goes into the descriptor for a value of the entry's source, or
+// an error that says what is wrong with it, to be put behind the source's name. It
+// returns [extract.ErrAbsent] if Capture does not match.
 //
-// A UUID is lower-cased. A string is kept, but the protocol's strings are UTF-8 and
-// a header's bytes need not be: each byte that is not part of valid UTF-8 becomes
-// the character U+10FF00 plus the byte. So that no two values meet, the four bytes
-// of a character from U+10FF80 to U+10FFFF, which are for private use, are written
-// in the same way.
-func (t Type) Canonical(value string) (string, error) {
-	if t == TypeUUID {
+// A UUID is lower-cased, an address is as [extract.Address] has it. A string is kept,
+// but the protocol's strings are UTF-8 and a header's bytes need not be: each byte that
+// is not part of valid UTF-8 becomes the character U+10FF00 plus the byte. So that no
+// two values meet, the four bytes of a character from U+10FF80 to U+10FFFF, which are
+// for private use, are written in the same way.
+func (e *Entry) Canonical(value string) (string, error) {
+	if e.Capture != nil {
+		at := e.Capture.FindStringSubmatchIndex(value)
+		switch {
+		case at == nil:
+			return "", extract.ErrAbsent
+		case len(at) == 2:
+			value = value[at[0]:at[1]]
+		case at[2] < 0: // the group took no part in the match
+			return "", extract.ErrAbsent
+		default:
+			value = value[at[2]:at[3]]
+		}
+	}
+	for _, step := range e.Normalize {
+		switch step {
+		case Lower:
+			value = lower(value)
+		case Trim:
+			value = strings.TrimSpace(value)
+		case SHA256:
+			sum := sha256.Sum256([]byte(value))
+			value = hex.EncodeToString(sum[:])
+		}
+	}
+	return e.typed(value)
+}
+
+// lower leaves alone what is not UTF-8: strings.ToLower would make all of it one.
+func lower(s string) string {
+	if utf8.ValidString(s) {
+		return strings.ToLower(s)
+	}
+	b := []byte(s)
+	for i, c := range b {
+		if 'A' <= c && c <= 'Z' {
+			b[i] = c + 'a' - 'A'
+		}
+	}
+	return string(b)
+}
+
+// typed is the last step of [Entry.Canonical], which defaults go through too.
+func (e *Entry) typed(value string) (string, error) {
+	switch {
+	case len(value) > MaxValue:
+		return "", errTooLong
+	case e.Type == TypeUUID:
 		id, ok := parseUUID(value)
 		if !ok {
 			return "", errNotUUID
 		}
 		return id, nil
+	case e.Type == TypeIP:
+		return extract.Address(value, e.Mask)
 	}
 	return escape(value), nil
 }

@@ -149,20 +149,20 @@ func exportABI(ctx context.Context, r wazero.Runtime) error {
 		"proxy_replace_header_map_value":     replaceValue,
 		"proxy_remove_header_map_value":      removeValue,
 		"proxy_get_property":                 getProperty,
+		"proxy_set_property":                 setProperty,
 		"proxy_get_shared_data":              getShared,
 		"proxy_set_shared_data":              setShared,
 		"proxy_http_call":                    httpCall,
 		"proxy_send_local_response":          sendLocalResponse,
 		"proxy_continue_stream":              continueStream,
 		"proxy_set_effective_context":        setEffectiveContext,
-		"proxy_set_tick_period_milliseconds": func(uint32) status { return statusOK }, // [Plugin.Tick] ticks
-		"proxy_done":                         func() status { return statusOK },
+		"proxy_set_tick_period_milliseconds": setTickPeriod,
+		"proxy_done":                         done,
 		"proxy_define_metric":                defineMetric,
 		"proxy_increment_metric":             incrementMetric,
 		"proxy_record_metric":                recordMetric,
 		"proxy_get_metric":                   getMetric,
 
-		"proxy_set_property":          func(_, _, _, _ uint32) status { return statusUnimplemented },
 		"proxy_close_stream":          func(uint32) status { return statusUnimplemented },
 		"proxy_call_foreign_function": func(_, _, _, _, _, _ uint32) status { return statusUnimplemented },
 		"proxy_register_shared_queue": func(_, _, _ uint32) status { return statusUnimplemented },
@@ -311,6 +311,48 @@ func getProperty(ctx context.Context, mod api.Module, ptr, size, ptrOut, sizeOut
 	return statusNotFound
 }
 
+// setProperty sets filter state, whose names have a prefix in Envoy.
+func setProperty(ctx context.Context, mod api.Module, ptr, size, valuePtr, valueSize uint32) status {
+	g := guestOf(ctx, mod)
+	path, ok := g.read(ptr, size)
+	value, ok2 := g.read(valuePtr, valueSize)
+	if !ok || !ok2 {
+		return statusBadArgument
+	}
+	s := g.stream()
+	if s == nil {
+		return statusNotFound
+	}
+	s.state["wasm."+strings.TrimSuffix(string(path), "\x00")] = value
+	return statusOK
+}
+
+// plugin is the plugin of the context that host functions act on.
+func (g guest) plugin() *Plugin {
+	if s := g.stream(); s != nil {
+		return s.plugin
+	}
+	return g.plugins[g.effective]
+}
+
+func setTickPeriod(ctx context.Context, mod api.Module, milliseconds uint32) status {
+	p := guestOf(ctx, mod).plugin()
+	if p == nil {
+		return statusBadArgument
+	}
+	p.tick = time.Duration(milliseconds) * time.Millisecond
+	return statusOK
+}
+
+func done(ctx context.Context, mod api.Module) status {
+	p := guestOf(ctx, mod).plugin()
+	if p == nil {
+		return statusBadArgument
+	}
+	p.done = true
+	return statusOK
+}
+
 func getShared(ctx context.Context, mod api.Module, keyPtr, keySize, ptrOut, sizeOut, casOut uint32) status {
 	g := guestOf(ctx, mod)
 	key, ok := g.read(keyPtr, keySize)
@@ -365,10 +407,7 @@ func httpCall(ctx context.Context, mod api.Module, clusterPtr, clusterSize, head
 			return statusBadArgument
 		}
 	}
-	p := g.plugins[g.effective]
-	if s := g.stream(); s != nil {
-		p = s.plugin
-	}
+	p := g.plugin()
 	if p == nil {
 		return statusBadArgument
 	}

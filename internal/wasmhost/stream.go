@@ -49,6 +49,7 @@ type Stream struct {
 
 	request, response half
 	properties        map[string][]byte
+	state             map[string][]byte
 	local             *LocalResponse
 	localSent         bool
 	ended             bool
@@ -61,6 +62,7 @@ func (p *Plugin) NewStream(ctx context.Context) (*Stream, error) {
 		request:    half{exports: [3]string{"proxy_on_request_headers", "proxy_on_request_body", "proxy_on_request_trailers"}},
 		response:   half{exports: [3]string{"proxy_on_response_headers", "proxy_on_response_body", "proxy_on_response_trailers"}},
 		properties: map[string][]byte{},
+		state:      map[string][]byte{},
 	}
 	p.vm.streams[s.id] = s
 	_, err := p.vm.call(ctx, s.id, "proxy_on_context_create", uint64(s.id), uint64(p.id))
@@ -71,6 +73,10 @@ func (p *Plugin) NewStream(ctx context.Context) (*Stream, error) {
 func (s *Stream) SetProperty(value []byte, path ...string) {
 	s.properties[strings.Join(path, "\x00")] = value
 }
+
+// State returns the filter state that the guest has set under a name, which begins
+// with "wasm." as in Envoy; nil if it has not.
+func (s *Stream) State(name string) []byte { return s.state[name] }
 
 // Upstream returns what the upstream has seen of the request.
 func (s *Stream) Upstream() Message { return s.request.out }

@@ -12,7 +12,7 @@
 // with its compare-and-swap, HTTP calls, local responses, pauses (with
 // allow_on_headers_stop_iteration) and what the sizes of body callbacks mean after
 // them. A [Stream] knows what the upstream and the client have been sent. Shared queues,
-// foreign functions, TCP streams and setting properties answer "unimplemented".
+// foreign functions and TCP streams answer "unimplemented".
 //
 // # Failure
 //
@@ -31,8 +31,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"runtime"
 	"strings"
+	"time"
 
 	"github.com/tetratelabs/wazero"
 	"github.com/tetratelabs/wazero/api"
@@ -194,6 +196,9 @@ func (v *VM) Logs() []Log { return v.logs }
 // histogram; false if the guest has not defined it.
 func (v *VM) Metric(name string) (int64, bool) { return v.metrics.value(name) }
 
+// Metrics returns all counters and gauges, by name.
+func (v *VM) Metrics() map[string]int64 { return maps.Clone(v.metrics.values) }
+
 // MetricDefinitions returns how often the guest has defined a metric. Envoy keeps
 // memory for each.
 func (v *VM) MetricDefinitions() int { return len(v.metrics.names) }
@@ -209,9 +214,18 @@ func (p *Plugin) Tick(ctx context.Context) error {
 
 // A Plugin is a plugin configuration in a VM.
 type Plugin struct {
-	vm *VM
-	id uint32
+	vm   *VM
+	id   uint32
+	tick time.Duration
+	done bool
 }
+
+// TickPeriod returns how often the guest wants [Plugin.Tick]; 0 is never.
+func (p *Plugin) TickPeriod() time.Duration { return p.tick }
+
+// Done reports whether the guest has said that it is done, after [Plugin.Close]
+// reported that it was not.
+func (p *Plugin) Done() bool { return p.done }
 
 // Start creates a plugin with a configuration. An error has what the guest logged as
 // it refused.
