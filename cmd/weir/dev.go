@@ -240,10 +240,12 @@ func withoutPassword(dsn string) string {
 // does, and calls ready once it answers. It returns when ctx ends, or Envoy, or when
 // Envoy refuses what the control plane sends, with Envoy gone.
 func (c *devCommand) runEnvoy(ctx context.Context, binary string, config envoy.Config, plane *xds.Server, out io.Writer, ready func()) (err error) {
-	if config.SecretsDir, err = os.MkdirTemp("", "weir-dev-"); err != nil {
-		return err
+	if config.ADSTLS != nil {
+		if config.SecretsDir, err = os.MkdirTemp("", "weir-dev-"); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, os.RemoveAll(config.SecretsDir)) }()
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(config.SecretsDir)) }()
 	bootstrap, err := config.ADSBootstrap()
 	if err != nil {
 		return flagErrors(err, c.fieldFlags())
