@@ -159,8 +159,10 @@ type meshConfig struct {
 	// `weir bootstrap` too.
 	serve, gateway []string
 
-	// ads is how Envoy reaches the control plane; the address is filled in if it has
-	// none.
+	// relay returns an address that stands before one of the service's, for Envoy.
+	relay func(address string) string
+
+	// ads is how Envoy reaches the control plane, without its address.
 	ads envoy.Config
 
 	// service is the TLS of the service's HTTP side, and of the gateway for client.
@@ -187,6 +189,11 @@ func startMesh(t *testing.T, config meshConfig) *mesh {
 		"--gateway", "127.0.0.1:0", "--upstream", m.upstream.address, "--module", module,
 		"--log-level", "debug",
 	}
+	reach := func(address string) string { return address }
+	if config.relay != nil {
+		reach = config.relay
+	}
+	config.gateway = append(config.gateway, "--service", reach(m.service.grpc))
 	m.arguments = append(append(m.arguments, config.serve...), config.gateway...)
 	m.health, m.client = config.service, config.client
 	showOnFailure(t, "weir serve", &m.serviceLog)
@@ -194,10 +201,7 @@ func startMesh(t *testing.T, config meshConfig) *mesh {
 	t.Cleanup(func() { m.stopService(t, syscall.SIGTERM) })
 
 	ads := config.ads
-	ads.NodeID, ads.Admin = "e2e", "127.0.0.1:0"
-	if ads.ADS == "" {
-		ads.ADS = m.service.xds
-	}
+	ads.NodeID, ads.Admin, ads.ADS = "e2e", "127.0.0.1:0", reach(m.service.xds)
 	run := envoyproc.Config{}
 	if config.bootstrap {
 		run.File = m.printBootstrap(t, module, config.gateway...)
@@ -225,7 +229,7 @@ func startMesh(t *testing.T, config meshConfig) *mesh {
 func (m *mesh) printBootstrap(t *testing.T, module string, more ...string) string {
 	t.Helper()
 	command := exec.Command(weirBinary(t), append([]string{"bootstrap", m.policy,
-		"--service", m.service.grpc, "--upstream", m.upstream.address, "--module", module,
+		"--upstream", m.upstream.address, "--module", module,
 		"--gateway", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0", "--tls-secrets", t.TempDir()}, more...)...)
 	var stderr bytes.Buffer
 	command.Stderr = &stderr
