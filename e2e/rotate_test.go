@@ -109,6 +109,22 @@ func TestCertificatesRotate(t *testing.T) {
 			traffic := startTraffic(m)
 			defer traffic.stop()
 
+			reconnect := func() {
+				t.Helper()
+				handshakes := m.stat(t, "cluster.weir_ratelimit.ssl.handshake")
+				traffic.pause(func() {
+					for _, r := range relays {
+						r.drop()
+					}
+					m.wait(t, "the connections are closed", func() bool {
+						return m.stat(t, "cluster.weir_ratelimit.upstream_cx_active") == 0
+					})
+				})
+				m.wait(t, "there are new ones", func() bool {
+					return m.stat(t, "cluster.weir_ratelimit.ssl.handshake") > handshakes
+				})
+			}
+
 			// First both sides trust both authorities, then each shows a new certificate,
 			// then the old authority goes.
 			both := append(append([]byte(nil), young.PEM...), old.PEM...)
@@ -123,11 +139,13 @@ func TestCertificatesRotate(t *testing.T) {
 			certificate, key := young.Issue(t, certtest.Tomorrow())
 			files.move("service.crt", certificate)
 			files.move("service.key", key)
-			// One after the other, and with time to look in between: for a while they don't
-			// fit together.
+			// One after the other. Until they fit together, the last ones stay in force.
 			certificate, key = young.Issue(t, certtest.Tomorrow(), "spiffe://mesh/envoy")
 			mode.put(files, "envoy.crt", certificate)
-			time.Sleep(time.Second)
+			m.wait(t, "Envoy has seen that they don't fit", func() bool {
+				return m.stat(t, "sds.weir_service_certificate.key_rotation_failed") > 0
+			})
+			reconnect()
 			mode.put(files, "envoy.key", key)
 			m.wait(t, "Envoy and the service have new certificates", func() bool {
 				return m.certs(t, serial(t, certificate)) && m.reads() > reads
@@ -141,18 +159,7 @@ func TestCertificatesRotate(t *testing.T) {
 			})
 
 			// The old connections are still open. New ones need the new certificates.
-			traffic.pause(func() {
-				for _, r := range relays {
-					r.drop()
-				}
-				m.wait(t, "the connections are closed", func() bool {
-					return m.stat(t, "cluster.weir_ratelimit.upstream_cx_active") == 0
-				})
-			})
-			handshakes := m.stat(t, "cluster.weir_ratelimit.ssl.handshake")
-			m.wait(t, "there are new ones", func() bool {
-				return m.stat(t, "cluster.weir_ratelimit.ssl.handshake") > handshakes
-			})
+			reconnect()
 			m.expect(t, "none", http.StatusTooManyRequests)
 			if !mode.bootstrap {
 				m.wait(t, "the control plane is there again", func() bool {
