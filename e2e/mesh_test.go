@@ -206,15 +206,7 @@ func startMesh(t *testing.T, config meshConfig) *mesh {
 	if config.bootstrap {
 		run.File = m.printBootstrap(t, module, config.gateway...)
 	} else {
-		secrets, err := ads.ADSBootstrapSecrets()
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, file := range secrets {
-			if err := os.WriteFile(file.Path, file.Content, 0o600); err != nil {
-				t.Fatal(err)
-			}
-		}
+		writeSecrets(t, ads)
 		bootstrap, err := ads.ADSBootstrap()
 		if err != nil {
 			t.Fatal(err)
@@ -223,6 +215,20 @@ func startMesh(t *testing.T, config meshConfig) *mesh {
 	}
 	m.startEnvoy(t, run)
 	return m
+}
+
+// writeSecrets writes the files that a bootstrap for the control plane names.
+func writeSecrets(t *testing.T, ads envoy.Config) {
+	t.Helper()
+	secrets, err := ads.ADSBootstrapSecrets()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range secrets {
+		if err := os.WriteFile(file.Path, file.Content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // printBootstrap has the binary print a complete bootstrap into a file.

@@ -7,10 +7,12 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/weir-dev/weir/envoy"
 	"github.com/weir-dev/weir/internal/certtest"
 	"github.com/weir-dev/weir/internal/envoyproc"
+	"github.com/weir-dev/weir/internal/envoyproc/envoytest"
 	"github.com/weir-dev/weir/internal/wasmhost/wasmtest"
 )
 
@@ -168,4 +170,68 @@ func TestMutualTLSToTheService(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An Envoy that can't trust the control plane, or isn't trusted by it, gets nothing from
+// it and takes no traffic.
+func TestTLSToTheControlPlane(t *testing.T) {
+	t.Parallel()
+	ca, other := certtest.NewAuthority(t, "ca"), certtest.NewAuthority(t, "other")
+	files := newCertFolder(t)
+	authority, wrong := files.write("ca.crt", ca.PEM), files.write("other.crt", other.PEM)
+	certificate, key := files.issue("envoy", ca, "spiffe://mesh/envoy")
+	service, serviceKey := files.issue("service", ca)
+	m := startServeOver(t, ca.Client(t, nil),
+		"--tls-cert", service, "--tls-key", serviceKey, "--tls-client-ca", authority)
+	for _, test := range []struct {
+		name    string
+		tls     *envoy.TLS
+		counter string
+	}{
+		{"signed by another authority", &envoy.TLS{CA: wrong, Certificate: certificate, Key: key}, "ssl.fail_verify_error"},
+		{"another name", &envoy.TLS{CA: authority, Certificate: certificate, Key: key, ServerName: "weir.example"}, "ssl.fail_verify_san"},
+		{"Envoy has no certificate", &envoy.TLS{CA: authority}, "ssl.connection_error"},
+		{"plain text", nil, "upstream_cx_total"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			config := envoy.Config{NodeID: "e2e", Admin: "127.0.0.1:0", ADS: m.service.xds, ADSTLS: test.tls, SecretsDir: t.TempDir()}
+			writeSecrets(t, config)
+			bootstrap, err := config.ADSBootstrap()
+			if err != nil {
+				t.Fatal(err)
+			}
+			stranger := &mesh{envoy: envoytest.Start(t, bootstrap)}
+			stranger.wait(t, "it has tried", func() bool {
+				n, err := stranger.envoy.Stat(t.Context(), "cluster."+envoy.ADSCluster+"."+test.counter)
+				return err == nil && n > 0 // an error until it has started
+			})
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			if err := stranger.envoy.WaitReady(ctx); err == nil {
+				t.Error("it is ready")
+			}
+			if strings.Contains(m.serviceLog.String(), "envoy connected") {
+				t.Error("it is connected to the control plane")
+			}
+		})
+	}
+}
+
+// A certificate that isn't where Envoy runs is told in the log of serve.
+func TestServeTellsMissingCertificates(t *testing.T) {
+	t.Parallel()
+	m := startServe(t, "--gateway", "127.0.0.1:0", "--module", wasmtest.Module(t), "--envoy-tls-ca", "/no/such/ca.crt")
+	bootstrap, err := envoy.Config{NodeID: "e2e", Admin: "127.0.0.1:0", ADS: m.service.xds}.ADSBootstrap()
+	if err != nil {
+		t.Fatal(err)
+	}
+	envoytest.Start(t, bootstrap)
+	m.wait(t, "the refusal is logged", func() bool {
+		for line := range strings.Lines(m.serviceLog.String()) {
+			if strings.Contains(line, "level=WARN") && strings.Contains(line, "envoy refused a configuration") && strings.Contains(line, "/no/such/ca.crt") {
+				return true
+			}
+		}
+		return false
+	})
 }
