@@ -5,6 +5,7 @@ package e2e_test
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -142,6 +143,9 @@ type mesh struct {
 
 	serviceLog logBuffer
 	arguments  []string
+
+	health *tls.Config // towards the service's HTTP side; nil is plain text
+	client *tls.Config // towards the gateway
 }
 
 type meshConfig struct {
@@ -150,6 +154,20 @@ type meshConfig struct {
 	// bootstrap makes Envoy start from a complete bootstrap rather than from one
 	// that names the control plane.
 	bootstrap bool
+
+	// serve are more arguments of `weir serve`. Those of the gateway are given to
+	// `weir bootstrap` too.
+	serve, gateway []string
+
+	// relay returns an address that stands before one of the service's, for Envoy.
+	relay func(address string) string
+
+	// ads is how Envoy reaches the control plane, without its address.
+	ads envoy.Config
+
+	// service is the TLS of the service's HTTP side, and of the gateway for client.
+	// nil is plain text.
+	service, client *tls.Config
 }
 
 // startMesh starts everything and returns once Envoy answers through the filter.
@@ -171,15 +189,24 @@ func startMesh(t *testing.T, config meshConfig) *mesh {
 		"--gateway", "127.0.0.1:0", "--upstream", m.upstream.address, "--module", module,
 		"--log-level", "debug",
 	}
+	reach := func(address string) string { return address }
+	if config.relay != nil {
+		reach = config.relay
+	}
+	config.gateway = append(config.gateway, "--service", reach(m.service.grpc))
+	m.arguments = append(append(m.arguments, config.serve...), config.gateway...)
+	m.health, m.client = config.service, config.client
 	showOnFailure(t, "weir serve", &m.serviceLog)
 	m.startService(t)
 	t.Cleanup(func() { m.stopService(t, syscall.SIGTERM) })
 
-	ads := envoy.Config{NodeID: "e2e", Admin: "127.0.0.1:0", ADS: m.service.xds}
+	ads := config.ads
+	ads.NodeID, ads.Admin, ads.ADS = "e2e", "127.0.0.1:0", reach(m.service.xds)
 	run := envoyproc.Config{}
 	if config.bootstrap {
-		run.File = m.printBootstrap(t, module)
+		run.File = m.printBootstrap(t, module, config.gateway...)
 	} else {
+		writeSecrets(t, ads)
 		bootstrap, err := ads.ADSBootstrap()
 		if err != nil {
 			t.Fatal(err)
@@ -190,12 +217,26 @@ func startMesh(t *testing.T, config meshConfig) *mesh {
 	return m
 }
 
-// printBootstrap has the binary print a complete bootstrap into a file.
-func (m *mesh) printBootstrap(t *testing.T, module string) string {
+// writeSecrets writes the files that a bootstrap for the control plane names.
+func writeSecrets(t *testing.T, ads envoy.Config) {
 	t.Helper()
-	command := exec.Command(weirBinary(t), "bootstrap", m.policy,
-		"--service", m.service.grpc, "--upstream", m.upstream.address, "--module", module,
-		"--gateway", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0")
+	secrets, err := ads.ADSBootstrapSecrets()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range secrets {
+		if err := os.WriteFile(file.Path, file.Content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// printBootstrap has the binary print a complete bootstrap into a file.
+func (m *mesh) printBootstrap(t *testing.T, module string, more ...string) string {
+	t.Helper()
+	command := exec.Command(weirBinary(t), append([]string{"bootstrap", m.policy,
+		"--upstream", m.upstream.address, "--module", module,
+		"--gateway", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0", "--tls-secrets", t.TempDir()}, more...)...)
 	var stderr bytes.Buffer
 	command.Stderr = &stderr
 	text, err := command.Output()
@@ -237,7 +278,7 @@ func (m *mesh) startEnvoy(t *testing.T, config envoyproc.Config) {
 	// The filter judges this one by itself; a 500 or 503 would mean that it isn't there.
 	eventually(t, startTimeout, "the filter answers", func() error {
 		response := m.request(t, http.MethodGet, "/warm", http.Header{"X-Node-Id": {"warm"}}, nil)
-		if response.status != http.StatusBadRequest && response.status != http.StatusOK {
+		if response.status >= http.StatusInternalServerError {
 			return fmt.Errorf("status %d", response.status)
 		}
 		return nil
@@ -260,12 +301,15 @@ func (m *mesh) startService(t *testing.T) {
 			t.Fatalf("weir serve ended: %v", process.Err())
 		default:
 		}
-		return healthy(m.service.http)
+		return healthyOver(m.health, m.service.http)
 	})
 }
 
-func healthy(address string) error {
-	response, err := http.Get("http://" + address + "/healthcheck")
+func healthy(address string) error { return healthyOver(nil, address) }
+
+func healthyOver(config *tls.Config, address string) error {
+	client, scheme := over(config)
+	response, err := client.Get(scheme + address + "/healthcheck")
 	if err != nil {
 		return err
 	}
@@ -311,11 +355,24 @@ var client = &http.Client{
 	Timeout:   30 * time.Second,
 }
 
+// over returns client, or the like of it over TLS, and the scheme of the URLs that it
+// reaches.
+func over(config *tls.Config) (*http.Client, string) {
+	if config == nil {
+		return client, "http://"
+	}
+	return &http.Client{
+		Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: config},
+		Timeout:   client.Timeout,
+	}, "https://"
+}
+
 // request sends a request to the gateway. A body that is a *bytes.Reader goes out with
 // its length; any other is chunked.
 func (m *mesh) request(t *testing.T, method, path string, header http.Header, body io.Reader) answer {
 	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), method, "http://"+m.gateway+path, body)
+	client, scheme := over(m.client)
+	req, err := http.NewRequestWithContext(t.Context(), method, scheme+m.gateway+path, body)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,6 +1,7 @@
 package e2e_test
 
 import (
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net/http"
@@ -26,7 +27,13 @@ import (
 // startServe starts `weir serve` alone, on a new database.
 func startServe(t *testing.T, arguments ...string) *mesh {
 	t.Helper()
-	m := &mesh{service: &service{grpc: freeAddress(t), http: freeAddress(t), xds: freeAddress(t)}}
+	return startServeOver(t, nil, arguments...)
+}
+
+// startServeOver is startServe, with TLS on the ports if it is given.
+func startServeOver(t *testing.T, health *tls.Config, arguments ...string) *mesh {
+	t.Helper()
+	m := &mesh{health: health, service: &service{grpc: freeAddress(t), http: freeAddress(t), xds: freeAddress(t)}}
 	m.arguments = append([]string{
 		"serve", examplePolicy, "--database-url", pgtest.NewDatabase(t),
 		"--grpc-listen", m.service.grpc, "--http-listen", m.service.http, "--xds-listen", m.service.xds,

@@ -25,12 +25,12 @@ const (
 // metricTags are the labels in the names of the filter's metrics. A name is
 // built as noun_label=value_label=value, since a filter can't label a metric any
 // other way.
-var metricTags = []string{"outcome", "reason", "domain", "rule", "version"}
+var metricTags = []string{"outcome", "reason", "kind", "domain", "rule", "version"}
 
 // Bootstrap builds a complete bootstrap: Envoy needs nothing else to run. The
 // error joins a [FieldError] for each fault of c.
 func (c Config) Bootstrap() (*bootstrapv3.Bootstrap, error) {
-	ok, err := c.check(needTraffic)
+	ok, err := c.check(needTraffic | needSecretsDir)
 	if err != nil {
 		return nil, err
 	}
@@ -54,10 +54,10 @@ func (c Config) Bootstrap() (*bootstrapv3.Bootstrap, error) {
 }
 
 // ADSBootstrap builds the bootstrap of an Envoy that fetches everything else from
-// the control plane at c.ADS, incrementally. It reads NodeID, NodeCluster, Admin
-// and ADS only. The error joins a [FieldError] for each fault of those.
+// the control plane at c.ADS, incrementally. It reads NodeID, NodeCluster, Admin,
+// ADS, ADSTLS and SecretsDir only. The error joins a [FieldError] for each fault of those.
 func (c Config) ADSBootstrap() (*bootstrapv3.Bootstrap, error) {
-	ok, err := c.check(needADS)
+	ok, err := c.check(needADS | needSecretsDir)
 	if err != nil {
 		return nil, err
 	}
@@ -121,14 +121,14 @@ func (c *checked) process() (*bootstrapv3.Bootstrap, error) {
 
 // statsTags turns the labels in the names of the filter's metrics into labels:
 // weir_requests_domain=ingest_outcome=allowed becomes weir_requests with two.
-// A value ends where the next label, or the name, does.
+// A value ends where the next label, or the name, does; it may hold dots.
 func statsTags() []*metricsv3.TagSpecifier {
 	tags := make([]*metricsv3.TagSpecifier, len(metricTags))
 	for i, name := range metricTags {
 		tags[i] = &metricsv3.TagSpecifier{
 			TagName: name,
 			TagValue: &metricsv3.TagSpecifier_Regex{
-				Regex: `^wasmcustom\.weir_.*?(_` + name + `=(.*?))(?=_[a-z]+=|$)`,
+				Regex: `^wasmcustom\.weir_.*?(_` + name + `=(.*?))(?:_[a-z]+=.*)?$`,
 			},
 		}
 	}

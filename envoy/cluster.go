@@ -68,11 +68,19 @@ func server(name string, at hostPort, timeout time.Duration, options *upstreamv3
 
 // serviceCluster is where the filter's calls go.
 func (c *checked) serviceCluster() (*clusterv3.Cluster, error) {
-	return server(c.filter.cluster, c.service, connectTimeout, grpcOptions())
+	cluster, err := server(c.filter.cluster, c.service, connectTimeout, grpcOptions())
+	if err != nil {
+		return nil, err
+	}
+	return cluster, c.ServiceTLS.secure(cluster, c.service.host, c.secretsFrom, serviceCA, serviceCertificate)
 }
 
 func (c *checked) adsCluster() (*clusterv3.Cluster, error) {
-	return server(ADSCluster, c.ads, connectTimeout, grpcOptions())
+	cluster, err := server(ADSCluster, c.ads, connectTimeout, grpcOptions())
+	if err != nil {
+		return nil, err
+	}
+	return cluster, c.ADSTLS.secure(cluster, c.ads.host, c.secretsFrom, adsCA, adsCertificate)
 }
 
 func (c *checked) upstreamCluster() (*clusterv3.Cluster, error) {

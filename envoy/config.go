@@ -7,6 +7,9 @@ import (
 	"net/netip"
 	"strconv"
 	"time"
+
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
 )
 
 // A Config says what an Envoy is to do. Addresses are "host:port"; an IPv6 host
@@ -42,6 +45,23 @@ type Config struct {
 	// ADS is the control plane's gRPC address; the host as for Upstream. Only
 	// ADSBootstrap reads it.
 	ADS string
+
+	// ServiceTLS and ADSTLS are how Envoy speaks TLS to Service and to ADS. nil is
+	// plain text.
+	ServiceTLS, ADSTLS *TLS
+
+	// GatewayTLS is how the gateway speaks TLS to its clients. nil is plain text.
+	GatewayTLS *GatewayTLS
+
+	// SecretsDir is a folder, as Envoy sees it, that holds the files of
+	// BootstrapSecrets or ADSBootstrapSecrets. Bootstraps need it with TLS;
+	// Resources don't.
+	SecretsDir string
+
+	// FiltersBefore are HTTP filters that requests pass before they come to
+	// Weir's, in this order. What these find out, such as the claims of a token,
+	// the filter can use.
+	FiltersBefore []*hcmv3.HttpFilter
 
 	// FilterConfig is the filter's configuration, as package filter/config
 	// defines it.
@@ -106,14 +126,16 @@ type checked struct {
 	admin, gateway         hostPort
 	upstream, service, ads hostPort
 	filter                 filterFacts
+	secretsFrom            secretSource
 }
 
 // A need is a group of fields that a caller is going to use.
 type need int
 
 const (
-	needTraffic need = 1 << iota // all that requests pass through
-	needADS                      // node, and the way to the control plane
+	needTraffic    need = 1 << iota // all that requests pass through
+	needADS                         // node, and the way to the control plane
+	needSecretsDir                  // the secrets of these are named by files
 )
 
 // check reads the fields that needs name and applies the defaults. The error
@@ -138,6 +160,7 @@ func (c Config) check(needs need) (*checked, error) {
 		}
 		ok.ads, err = parseHostPort(c.ADS)
 		fault("ADS", err)
+		fault("ADSTLS", c.ADSTLS.check())
 	}
 	if ok.NodeID == "" {
 		ok.NodeID = defaultName
@@ -156,6 +179,9 @@ func (c Config) check(needs need) (*checked, error) {
 		fault("Upstream", err)
 		ok.service, err = parseHostPort(c.Service)
 		fault("Service", err)
+		fault("ServiceTLS", c.ServiceTLS.check())
+		fault("GatewayTLS", c.GatewayTLS.check())
+		fault("FiltersBefore", checkFilters(c.FiltersBefore))
 		fault("UpstreamProtocol", ok.checkProtocol())
 		fault("Module", c.Module.check())
 
@@ -166,8 +192,13 @@ func (c Config) check(needs need) (*checked, error) {
 			fault("StreamIdleTimeout", ok.checkStreamIdle())
 		}
 	}
+	fault("SecretsDir", ok.checkSecretsDir(needs))
 	if len(faults) > 0 {
 		return nil, errors.Join(faults...)
+	}
+	ok.secretsFrom = func(string) *corev3.ConfigSource { return fromADS() }
+	if needs&needSecretsDir != 0 {
+		ok.secretsFrom = ok.fromFile
 	}
 	return ok, nil
 }

@@ -11,19 +11,36 @@
 //
 // # What every configuration keeps
 //
-//   - The filter comes first and the router last. A filter that fails takes its
+//   - The filter comes after those that were asked for ([Config].FiltersBefore),
+//     and the router last. A filter that fails takes its
 //     request down with it (FAIL_RELOAD), it never lets one through.
+//
 //   - A body that the filter holds always fits: the HTTP/1 buffer and the HTTP/2
 //     windows are larger than the filter's hold_bytes, or the configuration is
 //     refused.
+//
 //   - The module is a local file or stands inline. Code that Envoy would have to
 //     fetch can't be expressed, since Envoy accepts such an update at once and
 //     then passes all traffic with no filter.
+//
 //   - Envoy is ready only when it has all of its configuration: no fetch has a
 //     deadline after which a listener would go live without its filter.
 //
-// TLS, towards clients or towards the service, is not built yet, so there is no
-// tls_inspector either.
+//   - A server that Envoy speaks TLS to is believed only if its certificate has
+//     the name that was expected and is signed by an authority of the file given.
+//
+//   - Certificates that change on disk are taken up without a restart.
+//
+// # How certificates change
+//
+// Envoy reads a certificate's files again only if they are named by a resource of
+// their own, a secret. A control plane serves these ([Resources].Secrets), and
+// Envoy then looks at the files when one is moved into their folder, as a
+// Kubernetes mount does or mv; a file that is overwritten in its place is not
+// seen. A bootstrap names files with secrets ([Config.BootstrapSecrets],
+// [Config.ADSBootstrapSecrets]), and Envoy reads all of them every five seconds.
+// New files that are bad, or don't fit together, leave the last good ones in
+// force. Connections that are open stay as they are.
 package envoy
 
 // The names in the configuration. Access logs, statistics and xDS status speak

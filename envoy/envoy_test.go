@@ -92,6 +92,7 @@ func TestGolden(t *testing.T) {
 	}{
 		{"bootstrap.yaml", func(c envoy.Config) (proto.Message, error) { return c.Bootstrap() }},
 		{"ads.yaml", func(c envoy.Config) (proto.Message, error) { return c.ADSBootstrap() }},
+		{"tls.yaml", func(c envoy.Config) (proto.Message, error) { return secure(t, c).Bootstrap() }},
 		{"listener.yaml", func(c envoy.Config) (proto.Message, error) {
 			r, err := c.Resources()
 			if err != nil {
@@ -202,6 +203,21 @@ func TestFieldErrors(t *testing.T) {
 		}, bootstrap, "BufferBytes", "65535"},
 		{"buffer over HTTP/2's most", func(c *envoy.Config) { c.BufferBytes = 1 << 31 }, bootstrap, "BufferBytes", "2147483647"},
 		{"idle timeout too short", func(c *envoy.Config) { c.StreamIdleTimeout = 19 * time.Second }, bootstrap, "StreamIdleTimeout", "5s"},
+		{"service's authority missing", func(c *envoy.Config) { c.ServiceTLS = &envoy.TLS{} }, resources, "ServiceTLS", "CA is missing"},
+		{"service's key missing", func(c *envoy.Config) { c.ServiceTLS = &envoy.TLS{CA: "ca", Certificate: "c"} }, resources, "ServiceTLS", "one needs the other"},
+		{"control plane's certificate missing", func(c *envoy.Config) { c.ADSTLS = &envoy.TLS{CA: "ca", Key: "k"} }, ads, "ADSTLS", "one needs the other"},
+		{"no folder for secrets", func(c *envoy.Config) { c.ServiceTLS = &envoy.TLS{CA: "ca"} }, bootstrap, "SecretsDir", "missing"},
+		{"no folder for the gateway's secrets", func(c *envoy.Config) { c.GatewayTLS = &envoy.GatewayTLS{Certificate: "c", Key: "k"} }, bootstrap, "SecretsDir", "missing"},
+		{"no folder for the control plane's secrets", func(c *envoy.Config) { c.ADSTLS = &envoy.TLS{CA: "ca"} }, ads, "SecretsDir", "missing"},
+		{"gateway's key missing", func(c *envoy.Config) { c.GatewayTLS = &envoy.GatewayTLS{Certificate: "c"} }, resources, "GatewayTLS", "a Key"},
+		{"optional clients of no authority", func(c *envoy.Config) {
+			c.GatewayTLS = &envoy.GatewayTLS{Certificate: "c", Key: "k", ClientOptional: true}
+		}, resources, "GatewayTLS", "ClientCA"},
+		{"two filters of one name", func(c *envoy.Config) {
+			c.FiltersBefore = parseFilters(t, "[{name: weir, typed_config: {'@type': type.googleapis.com/envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication}}]")
+		}, bootstrap, "FiltersBefore", `"weir"`},
+		{"a filter of no type", func(c *envoy.Config) { c.FiltersBefore = parseFilters(t, "[{name: jwt}]") }, bootstrap, "FiltersBefore", "typed_config"},
+		{"a filter of no name", func(c *envoy.Config) { c.FiltersBefore = parseFilters(t, "[{}]") }, bootstrap, "FiltersBefore", "filter 1 has no name"},
 		{"no node", func(c *envoy.Config) { c.NodeID = "" }, ads, "NodeID", "missing"},
 		{"no control plane", func(c *envoy.Config) { c.ADS = "" }, ads, "ADS", "missing"},
 	} {

@@ -1,6 +1,7 @@
 package envoy
 
 import (
+	"slices"
 	"time"
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
@@ -21,6 +22,8 @@ const (
 	// headers keep what they have read; this many may do so before a connection's
 	// other streams wait with them.
 	streamsPerWindow = 4
+
+	routerName = "envoy.filters.http.router"
 )
 
 // listener builds the gateway's listener around a filter and a route
@@ -33,13 +36,10 @@ func (c *checked) listener(filter *hcmv3.HttpFilter, hcm *hcmv3.HttpConnectionMa
 
 	hcm.CodecType = hcmv3.HttpConnectionManager_AUTO
 	hcm.StatPrefix = ListenerName
-	hcm.HttpFilters = []*hcmv3.HttpFilter{
-		filter,
-		{
-			Name:       "envoy.filters.http.router",
-			ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: router},
-		},
-	}
+	hcm.HttpFilters = append(slices.Clone(c.FiltersBefore), filter, &hcmv3.HttpFilter{
+		Name:       routerName,
+		ConfigType: &hcmv3.HttpFilter_TypedConfig{TypedConfig: router},
+	})
 
 	// Without this Envoy answers "Expect: 100-continue" itself, before the filter
 	// has decided, and a client uploads what is then refused.
@@ -78,7 +78,7 @@ func (c *checked) listener(filter *hcmv3.HttpFilter, hcm *hcmv3.HttpConnectionMa
 	if err != nil {
 		return nil, err
 	}
-	return &listenerv3.Listener{
+	listener := &listenerv3.Listener{
 		Name:                          ListenerName,
 		Address:                       c.gateway.address(),
 		TrafficDirection:              corev3.TrafficDirection_INBOUND,
@@ -89,7 +89,8 @@ func (c *checked) listener(filter *hcmv3.HttpFilter, hcm *hcmv3.HttpConnectionMa
 				ConfigType: &listenerv3.Filter_TypedConfig{TypedConfig: manager},
 			}},
 		}},
-	}, nil
+	}
+	return listener, c.GatewayTLS.secure(listener, c.secretsFrom)
 }
 
 // window is n bytes, or as many as a window can be.

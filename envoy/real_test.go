@@ -8,7 +8,9 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -24,6 +26,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"github.com/weir-dev/weir/envoy"
+	"github.com/weir-dev/weir/internal/certtest"
 	"github.com/weir-dev/weir/internal/envoyproc"
 	"github.com/weir-dev/weir/internal/envoyproc/envoytest"
 	"github.com/weir-dev/weir/internal/wasmhost/wasmtest"
@@ -54,6 +57,8 @@ func TestEnvoyAccepts(t *testing.T) {
 			c.UpstreamProtocol = envoy.HTTP2
 		}, envoy.Config.Bootstrap},
 		{"ADS", func(*envoy.Config) {}, envoy.Config.ADSBootstrap},
+		{"TLS", func(c *envoy.Config) { onDisk(t, c, envoy.Config.BootstrapSecrets) }, envoy.Config.Bootstrap},
+		{"ADS with TLS", func(c *envoy.Config) { onDisk(t, c, envoy.Config.ADSBootstrapSecrets) }, envoy.Config.ADSBootstrap},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
@@ -71,6 +76,33 @@ func TestEnvoyAccepts(t *testing.T) {
 	}
 }
 
+// onDisk has c speak TLS on all sides, with certificates and secrets on this machine.
+func onDisk(t *testing.T, c *envoy.Config, secrets func(envoy.Config) ([]envoy.SecretFile, error)) {
+	t.Helper()
+	dir := t.TempDir()
+	write := func(name string, text []byte) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	ca := certtest.NewAuthority(t, "ca")
+	certificate, key := ca.Issue(t, certtest.Tomorrow())
+	authority := write("ca.crt", ca.PEM)
+	*c = secure(t, *c)
+	*c.ServiceTLS = envoy.TLS{CA: authority, Certificate: write("tls.crt", certificate), Key: write("tls.key", key)}
+	*c.GatewayTLS = envoy.GatewayTLS{Certificate: c.ServiceTLS.Certificate, Key: c.ServiceTLS.Key, ClientCA: authority}
+	c.SecretsDir = dir
+	files, err := secrets(*c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		write(filepath.Base(file.Path), file.Content)
+	}
+}
+
 // The builder refuses a bad filter configuration by itself, so one is put into
 // what it has built.
 func TestEnvoyRefusesBadFilterConfig(t *testing.T) {
@@ -80,13 +112,7 @@ func TestEnvoyRefusesBadFilterConfig(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	listener := b.GetStaticResources().GetListeners()[0]
-	hcm := manager(t, listener)
-	wasm := new(wasmfilterv3.Wasm)
-	unpack(t, hcm.GetHttpFilters()[0].GetTypedConfig(), wasm)
-	wasm.Config.Configuration = repack(t, wrapperspb.String(`{"version":"7","domain":"","cluster":"c","filter":{}}`))
-	hcm.GetHttpFilters()[0].ConfigType = &hcmv3.HttpFilter_TypedConfig{TypedConfig: repack(t, wasm)}
-	proto.Merge(reset(listener.GetFilterChains()[0].GetFilters()[0].GetTypedConfig()), repack(t, hcm))
+	configureFilter(t, b, `{"version":"7","domain":"","cluster":"c","filter":{}}`)
 
 	err = envoyproc.Validate(envoytest.Within(t), envoytest.Binary(t), b)
 	var exit *exec.ExitError
@@ -98,6 +124,18 @@ func TestEnvoyRefusesBadFilterConfig(t *testing.T) {
 			t.Errorf("Validate = %v, want it to say %q", err, want)
 		}
 	}
+}
+
+// configureFilter exchanges the configuration of the filter in a bootstrap.
+func configureFilter(t *testing.T, b *bootstrapv3.Bootstrap, text string) {
+	t.Helper()
+	listener := b.GetStaticResources().GetListeners()[0]
+	hcm := manager(t, listener)
+	wasm := new(wasmfilterv3.Wasm)
+	unpack(t, hcm.GetHttpFilters()[0].GetTypedConfig(), wasm)
+	wasm.Config.Configuration = repack(t, wrapperspb.String(text))
+	hcm.GetHttpFilters()[0].ConfigType = &hcmv3.HttpFilter_TypedConfig{TypedConfig: repack(t, wasm)}
+	proto.Merge(reset(listener.GetFilterChains()[0].GetFilters()[0].GetTypedConfig()), repack(t, hcm))
 }
 
 func unpack(t *testing.T, packed *anypb.Any, m proto.Message) {

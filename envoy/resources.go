@@ -6,6 +6,7 @@ import (
 	endpointv3 "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
 	listenerv3 "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
 	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
 )
 
 // Resources is what a control plane serves to an Envoy that was started from
@@ -17,6 +18,7 @@ type Resources struct {
 	Clusters   []*clusterv3.Cluster                // CDS
 	Endpoints  []*endpointv3.ClusterLoadAssignment // EDS, for servers given by address
 	Extensions []*corev3.TypedExtensionConfig      // ECDS: the filter with its module
+	Secrets    []*tlsv3.Secret                     // SDS: the names of files with certificates
 }
 
 // Resources builds what [Config.Bootstrap] holds as xDS resources. Endpoints are
@@ -46,6 +48,7 @@ func (c Config) Resources() (*Resources, error) {
 		Routes:     []*routev3.RouteConfiguration{routes()},
 		Clusters:   clusters,
 		Extensions: []*corev3.TypedExtensionConfig{{Name: FilterName, TypedConfig: wasm}},
+		Secrets:    ok.trafficSecrets(),
 	}
 	for _, cluster := range clusters {
 		if cluster.GetType() != clusterv3.Cluster_STATIC {

@@ -8,6 +8,7 @@ import (
 
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	hcmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
+	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
 	wasmv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/wasm/v3"
 	"github.com/envoyproxy/go-control-plane/pkg/cache/types"
 	cachev3 "github.com/envoyproxy/go-control-plane/pkg/cache/v3"
@@ -28,10 +29,10 @@ var untyped = []protoreflect.FullName{
 }
 
 // inspect looks into every message of the snapshot, however deeply packed, for
-// what must not be sent, and holds filters that are to be discovered against the
-// extensions that are there.
+// what must not be sent, and holds filters and secrets that are to be discovered
+// against those that are there.
 func inspect(snapshot *cachev3.Snapshot) error {
-	wanted := make(map[string]bool)
+	wanted, secrets := make(map[string]bool), make(map[string]bool)
 	visit := func(m proto.Message) error {
 		switch m := m.(type) {
 		case *wasmv3.VmConfig:
@@ -41,6 +42,10 @@ func inspect(snapshot *cachev3.Snapshot) error {
 		case *hcmv3.HttpFilter:
 			if m.GetConfigDiscovery() != nil {
 				wanted[m.GetName()] = true
+			}
+		case *tlsv3.SdsSecretConfig:
+			if m.GetSdsConfig().GetAds() != nil {
+				secrets[m.GetName()] = true
 			}
 		}
 		return nil
@@ -54,15 +59,22 @@ func inspect(snapshot *cachev3.Snapshot) error {
 		}
 	}
 
-	extensions := snapshot.Resources[types.ExtensionConfig].Items
+	if err := agree(secrets, snapshot.Resources[types.Secret].Items, "secret"); err != nil {
+		return err
+	}
+	return agree(wanted, snapshot.Resources[types.ExtensionConfig].Items, "extension")
+}
+
+// agree makes sure that what is wanted is there, and that what is there is wanted.
+func agree(wanted map[string]bool, there map[string]types.ResourceWithTTL, what string) error {
 	for _, name := range slices.Sorted(maps.Keys(wanted)) {
-		if _, ok := extensions[name]; !ok {
-			return fmt.Errorf("a listener discovers the filter %q, and no extension has that name", name)
+		if _, ok := there[name]; !ok {
+			return fmt.Errorf("the %s %q is to be discovered, and there is none of that name", what, name)
 		}
 	}
-	for _, name := range slices.Sorted(maps.Keys(extensions)) {
+	for _, name := range slices.Sorted(maps.Keys(there)) {
 		if !wanted[name] {
-			return fmt.Errorf("no listener discovers the extension %q", name)
+			return fmt.Errorf("nothing discovers the %s %q", what, name)
 		}
 	}
 	return nil

@@ -36,6 +36,7 @@ func newSnapshot(resources *envoy.Resources) (*cachev3.Snapshot, error) {
 		{"clusters", types.Cluster, copies(resources.Clusters)},
 		{"endpoints", types.Endpoint, copies(resources.Endpoints)},
 		{"extensions", types.ExtensionConfig, copies(resources.Extensions)},
+		{"secrets", types.Secret, copies(resources.Secrets)},
 	} {
 		numbered, err := number(set.all)
 		if err != nil {

@@ -18,6 +18,7 @@ import (
 	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
 	routev3 "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
 	wasmfilterv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/wasm/v3"
+	tlsv3 "github.com/envoyproxy/go-control-plane/envoy/extensions/transport_sockets/tls/v3"
 	discoveryv3 "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
 	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
 	"github.com/envoyproxy/go-control-plane/pkg/resource/v3"
@@ -66,6 +67,18 @@ func sample(t *testing.T, version string) *envoy.Resources {
 		Service:  "127.0.0.1:8081",
 		Module:   envoy.Module{Path: "/filter.wasm"},
 	}, version, "x-consumer")
+}
+
+// secure is sample with TLS to the service.
+func secure(t *testing.T) *envoy.Resources {
+	t.Helper()
+	return build(t, envoy.Config{
+		Gateway:    "127.0.0.1:10000",
+		Upstream:   "127.0.0.1:8000",
+		Service:    "127.0.0.1:8081",
+		ServiceTLS: &envoy.TLS{CA: "/ca.crt"},
+		Module:     envoy.Module{Path: "/filter.wasm"},
+	}, "1", "x-consumer")
 }
 
 // A bench is a running control plane and a client's connection to it.
@@ -566,6 +579,24 @@ func TestHostileRequests(t *testing.T) {
 	}
 }
 
+// Secrets are served like all else.
+func TestServesSecrets(t *testing.T) {
+	t.Parallel()
+	for protocol := range protocols {
+		t.Run(protocol, func(t *testing.T) {
+			t.Parallel()
+
+			b := setup(t)
+			b.publish(t, secure(t))
+			c := b.talk(t, protocol)
+			c.ask(resource.SecretType, "weir_service_ca")
+			if r := c.next(resource.SecretType); len(r.resources) != 1 {
+				t.Errorf("sent %v, want the secret", r)
+			}
+		})
+	}
+}
+
 func TestPublishRefuses(t *testing.T) {
 	t.Parallel()
 
@@ -580,6 +611,10 @@ func TestPublishRefuses(t *testing.T) {
 		{"a listener without its extension", func(r *envoy.Resources) { r.Extensions = nil }, `"weir"`},
 		{"a listener without its routes", func(r *envoy.Resources) { r.Routes = nil }, "RouteConfiguration"},
 		{"a cluster without its endpoints", func(r *envoy.Resources) { r.Endpoints = r.Endpoints[1:] }, "ClusterLoadAssignment"},
+		{"a cluster without its secret", func(r *envoy.Resources) { *r = *secure(t); r.Secrets = nil }, `the secret "weir_service_ca" is to be discovered`},
+		{"a secret of nobody's", func(r *envoy.Resources) {
+			r.Secrets = append(r.Secrets, &tlsv3.Secret{Name: "stray"})
+		}, `nothing discovers the secret "stray"`},
 		{"two of a name", func(r *envoy.Resources) { r.Clusters = append(r.Clusters, r.Clusters[0]) }, `clusters: two have the name "weir_ratelimit"`},
 		{"one without a name", func(r *envoy.Resources) { r.Routes = append(r.Routes, &routev3.RouteConfiguration{}) }, "routes: one has no name"},
 		{"an unknown type", func(r *envoy.Resources) {

@@ -71,6 +71,8 @@ func resourceName(typeURL string) string {
 		return "routes"
 	case "envoy.config.endpoint.v3.ClusterLoadAssignment":
 		return "endpoints"
+	case "envoy.extensions.transport_sockets.tls.v3.Secret":
+		return "certificates"
 	default:
 		return name
 	}

@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"os"
 	"regexp"
 	"sync"
 	"sync/atomic"
@@ -29,6 +30,7 @@ type devCommand struct {
 	databaseFlags
 	gatewayFlags
 	nodeFlags
+	accessFlags
 
 	Policies     []string `arg:"" optional:"" name:"policy" help:"Policy files or folders (${defaultPolicy} by default)." default:"${defaultPolicy}"`
 	GRPCListen   string   `name:"grpc-listen" help:"The rate limit service, over gRPC." default:"127.0.0.1:8081"`
@@ -75,7 +77,7 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	if _, err := readModule(c.Module); err != nil { // Envoy runs here, so it is here
 		return err
 	}
-	clients, err := policy.ParseClients("the clients of weir dev", []byte(devClients))
+	clients, certificates, err := c.access(logger)
 	if err != nil {
 		return err
 	}
@@ -84,6 +86,7 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 		return err
 	}
 	config.NodeID, config.Admin, config.ADS = "weir-gateway", c.EnvoyAdmin, reachable(c.XDSListen)
+	config.ADSTLS = config.ServiceTLS // one process, one certificate
 	plane, err := publish(ctx, slog.New(newConsole(out, slog.LevelWarn)), config, c.fieldFlags())
 	if err != nil {
 		return err
@@ -109,7 +112,7 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 	defer pool.Close()
 	s, err := newServing(servingConfig{
 		pool: pool, schema: c.Schema, policies: loaded.set, logger: logger,
-		grpc: listeners[0], http: listeners[1], clients: clients,
+		grpc: listeners[0], http: listeners[1], clients: clients, certificates: certificates,
 	})
 	if err != nil {
 		return err
@@ -124,10 +127,30 @@ func (c *devCommand) Run(ctx context.Context, t terminal) error {
 		return err
 	},
 		s.serve, s.service.Run,
-		serveControlPlane(logger, listeners[2], plane, nil),
+		serveControlPlane(logger, listeners[2], plane, certificates),
 		serveEcho(logger, listeners[3]),
 		database.watch,
 	)
+}
+
+// access reads who may ask what, and the certificates, nil without TLS. What Envoy needs
+// to get in must be there, since it runs here.
+func (c *devCommand) access(logger *slog.Logger) (*policy.Clients, *certificates, error) {
+	if (c.TLSCert == "") != (c.EnvoyTLSCA == "") {
+		return nil, nil, &usageError{err: errors.New("--tls-cert, --envoy-tls-ca: one needs the other, or Envoy could not speak to the service")}
+	}
+	if c.TLSClientCA != "" && c.EnvoyTLSCert == "" {
+		return nil, nil, &usageError{err: errors.New("--tls-client-ca: needs --envoy-tls-cert and --envoy-tls-key, or Envoy could not speak to the service")}
+	}
+	if faults := c.missing(); len(faults) > 0 {
+		return nil, nil, errors.Join(faults...)
+	}
+	clients, certificates, err := c.load(logger)
+	if err != nil || clients != nil {
+		return clients, certificates, err
+	}
+	clients, err = policy.ParseClients("the clients of weir dev", []byte(devClients))
+	return clients, certificates, err
 }
 
 // bindings are all ports that dev takes, those of Envoy last.
@@ -217,9 +240,22 @@ func withoutPassword(dsn string) string {
 // does, and calls ready once it answers. It returns when ctx ends, or Envoy, or when
 // Envoy refuses what the control plane sends, with Envoy gone.
 func (c *devCommand) runEnvoy(ctx context.Context, binary string, config envoy.Config, plane *xds.Server, out io.Writer, ready func()) (err error) {
+	if config.ADSTLS != nil {
+		if config.SecretsDir, err = os.MkdirTemp("", "weir-dev-"); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, os.RemoveAll(config.SecretsDir)) }()
+	}
 	bootstrap, err := config.ADSBootstrap()
 	if err != nil {
 		return flagErrors(err, c.fieldFlags())
+	}
+	secrets, err := config.ADSBootstrapSecrets()
+	if err != nil {
+		return flagErrors(err, c.fieldFlags())
+	}
+	if err := writeSecrets(secrets); err != nil {
+		return err
 	}
 	log := &envoyLog{w: out}
 	proxy, err := envoyproc.Start(ctx, envoyproc.Config{Binary: binary, Bootstrap: bootstrap, Output: log})
@@ -268,7 +304,7 @@ func (c *devCommand) warm(ctx context.Context, proxy *envoyproc.Envoy, plane *xd
 		}
 	}()
 	err := proxy.WaitReady(ctx)
-	if err == nil {
+	if err == nil && c.GatewayTLSCert == "" { // else there is no certificate here to show
 		err = waitFor(ctx, "http://"+reachable(c.Gateway)+"/")
 	}
 	if cause := context.Cause(ctx); cause != nil && !errors.Is(cause, ctx.Err()) {
@@ -308,21 +344,31 @@ func waitFor(ctx context.Context, url string) error {
 
 // say tells a person what runs and what to try.
 func (c *devCommand) say(w io.Writer, policies []*policy.Policy, dsn string) {
-	gateway, usage := reachable(c.Gateway), reachable(c.HTTPListen)
+	gateway := scheme(c.GatewayTLSCert) + reachable(c.Gateway)
+	usage := scheme(c.TLSCert) + reachable(c.HTTPListen)
 	fmt.Fprintf(w, `
-Weir is running. Envoy guards http://%[1]s with the limits of %[2]s.
+Weir is running. Envoy guards %[1]s with the limits of %[2]s.
 
-  gateway      http://%[1]s     Envoy, with Weir's filter
-  usage        http://%[3]s/quotas/usage
-  metrics      http://%[3]s/metrics
+  gateway      %[1]s     Envoy, with Weir's filter
+  usage        %[3]s/quotas/usage
+  metrics      %[3]s/metrics
   envoy admin  http://%[4]s
   service      %[5]s (gRPC), control plane %[6]s (xDS)
   database     %[7]s
 `, gateway, policies[0].File, usage, c.EnvoyAdmin, c.GRPCListen, c.XDSListen, dsn)
-	if len(policies) == 1 && policies[0].Domain == "ingest" {
+	plain := c.GatewayTLSCert == "" && c.TLSCert == ""
+	if plain && len(policies) == 1 && policies[0].Domain == "ingest" {
 		fmt.Fprintf(w, demonstration, gateway, usage, dsn, c.Schema)
 	}
 	fmt.Fprint(w, "\nEach decision is a line below. Ctrl-C stops everything.\n\n")
+}
+
+// scheme is that of URLs of a server with the certificate, none for plain text.
+func scheme(certificate string) string {
+	if certificate != "" {
+		return "https://"
+	}
+	return "http://"
 }
 
 // demonstration is what to try with the example policy.
@@ -330,15 +376,15 @@ const demonstration = `
 Try, in another terminal:
 
   # Ten requests a day: the eleventh is a 429 that says when to come back.
-  for i in $(seq 11); do curl -s -o /dev/null -w '%%{http_code}\n' -H 'x-consumer: alice' http://%[1]s/; done
-  curl -i -H 'x-consumer: alice' http://%[1]s/
+  for i in $(seq 11); do curl -s -o /dev/null -w '%%{http_code}\n' -H 'x-consumer: alice' %[1]s/; done
+  curl -i -H 'x-consumer: alice' %[1]s/
 
   # 256 KiB at once, then 16 KiB a second: two bodies of 100 KiB pass, the third is a 429.
   head -c 102400 /dev/zero > /tmp/body
-  for i in 1 2 3; do curl -s -o /dev/null -w '%%{http_code}\n' -H 'Expect:' -H 'x-node-id: 3f0c2b6e-8d5a-4c1b-9e7f-0a1b2c3d4e5f' --data-binary @/tmp/body http://%[1]s/; done
+  for i in 1 2 3; do curl -s -o /dev/null -w '%%{http_code}\n' -H 'Expect:' -H 'x-node-id: 3f0c2b6e-8d5a-4c1b-9e7f-0a1b2c3d4e5f' --data-binary @/tmp/body %[1]s/; done
 
   # The counters are rows.
-  curl -s http://%[2]s/quotas/usage
+  curl -s %[2]s/quotas/usage
   psql '%[3]s' -c 'SELECT scope, tokens, refilled_at FROM %[4]s.rate_budgets'
 `
 

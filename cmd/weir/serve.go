@@ -161,9 +161,9 @@ func (c *serveCommand) controlPlane(ctx context.Context, logger *slog.Logger, po
 		logger.LogAttrs(ctx, slog.LevelWarn, "the control plane has nothing to serve", slog.Any("reason", err))
 		return xds.NewServer(xds.Config{Logger: logger}), nil
 	}
-	if c.TLSCert != "" {
-		logger.LogAttrs(ctx, slog.LevelWarn, "the Envoys that this control plane configures do not speak TLS to the service yet, which --tls-cert asks of them: "+
-			"each request through them will be a 500; configure Envoys otherwise, or leave --tls-cert out")
+	if c.TLSCert != "" && c.EnvoyTLSCA == "" {
+		logger.LogAttrs(ctx, slog.LevelWarn, "the Envoys that this control plane configures do not speak TLS to the service, which --tls-cert asks of them: "+
+			"each request through them will be a 500; give --envoy-tls-ca, or configure Envoys otherwise")
 	}
 	service, flag, err := c.serviceAddress()
 	if err != nil {

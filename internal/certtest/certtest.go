@@ -30,7 +30,7 @@ func NewAuthority(tb testing.TB, name string) *Authority {
 	tb.Helper()
 	key := newKey(tb)
 	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name},
+		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name},
 		NotBefore: time.Now().Add(-time.Hour), NotAfter: Tomorrow(),
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}
@@ -68,7 +68,14 @@ func (a *Authority) sign(tb testing.TB, template *x509.Certificate, key *ecdsa.P
 // a DNS name.
 func (a *Authority) Issue(tb testing.TB, expires time.Time, names ...string) (certificate, key []byte) {
 	tb.Helper()
+	return a.IssueTo(tb, pkix.Name{}, expires, names...)
+}
+
+// IssueTo is Issue, to a subject.
+func (a *Authority) IssueTo(tb testing.TB, subject pkix.Name, expires time.Time, names ...string) (certificate, key []byte) {
+	tb.Helper()
 	template := &x509.Certificate{
+		Subject:      subject,
 		SerialNumber: big.NewInt(time.Now().UnixNano()), NotBefore: time.Now().Add(-48 * time.Hour), NotAfter: expires,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
@@ -93,14 +100,26 @@ func (a *Authority) Issue(tb testing.TB, expires time.Time, names ...string) (ce
 // shows a certificate of that one for the names, whatever the server asks for.
 func (a *Authority) Client(tb testing.TB, by *Authority, names ...string) *tls.Config {
 	tb.Helper()
+	if by == nil {
+		return a.trusted()
+	}
+	return a.ClientOf(tb, by, pkix.Name{}, names...)
+}
+
+// ClientOf is Client with a certificate to a subject.
+func (a *Authority) ClientOf(tb testing.TB, by *Authority, subject pkix.Name, names ...string) *tls.Config {
+	tb.Helper()
+	pair, err := tls.X509KeyPair(by.IssueTo(tb, subject, Tomorrow(), names...))
+	if err != nil {
+		tb.Fatal(err)
+	}
+	config := a.trusted()
+	config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &pair, nil }
+	return config
+}
+
+func (a *Authority) trusted() *tls.Config {
 	config := &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}
 	config.RootCAs.AddCert(a.certificate)
-	if by != nil {
-		pair, err := tls.X509KeyPair(by.Issue(tb, Tomorrow(), names...))
-		if err != nil {
-			tb.Fatal(err)
-		}
-		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &pair, nil }
-	}
 	return config
 }
