@@ -101,7 +101,7 @@ lint: $(linter) ## Lint, and prove that the linter enforces the dependency diagr
 	GOLANGCI_LINT='$(CURDIR)/$(linter)' go test -tags=lintproof ./internal/lintproof
 
 .PHONY: bench
-bench: ## Measure decisions side by side, about 5 minutes (ARGS='-help' lists flags)
+bench: filter $(envoy_needed) ## Measure decisions and Envoys side by side, about 6 minutes (ARGS='-help' lists flags)
 	go build -trimpath -o bin/bench ./bench
 	@exec bin/bench $(ARGS)
 

@@ -32,6 +32,10 @@ type column struct {
 	// open connects; call makes the n-th request of a caller, and tells whether it was
 	// refused.
 	open func(ctx context.Context) (call asking, done func(), err error)
+	// charged, if it is there, counts what all requests so far were charged; each is to be
+	// charged so much.
+	charged func(ctx context.Context) (int, error)
+	charges int
 }
 
 type asking func(ctx context.Context, caller, n int) (refused bool, err error)
@@ -143,7 +147,7 @@ func keyOf(n int) policy.BucketKey {
 
 // request asks for one unit of each key's budget.
 func request(n int, keys ...string) *rlsv3.RateLimitRequest {
-	req := &rlsv3.RateLimitRequest{Domain: "bench"}
+	req := &rlsv3.RateLimitRequest{Domain: benchDomain}
 	for _, key := range keys {
 		req.Descriptors = append(req.Descriptors, &ratelimitv3.RateLimitDescriptor{
 			Entries: []*ratelimitv3.RateLimitDescriptor_Entry{{Key: key, Value: keyOf(n).String()}},
@@ -157,6 +161,10 @@ func request(n int, keys ...string) *rlsv3.RateLimitRequest {
 func (c column) measure(ctx context.Context, duration time.Duration) (figure, error) {
 	call, done, err := c.open(ctx)
 	defer done()
+	if err != nil {
+		return figure{}, err
+	}
+	before, err := c.countCharged(ctx)
 	if err != nil {
 		return figure{}, err
 	}
@@ -196,6 +204,13 @@ func (c column) measure(ctx context.Context, duration time.Duration) (figure, er
 		return figure{}, err
 	}
 	all := slices.Concat(latencies...)
+	counted, err := c.countCharged(ctx)
+	if err != nil {
+		return figure{}, err
+	}
+	if c.charged != nil && counted-before != c.charges*len(all) {
+		return figure{}, fmt.Errorf("%d requests were charged %d, want %d each", len(all), counted-before, c.charges)
+	}
 	slices.Sort(all)
 	refused := 0
 	for _, n := range refusals {
@@ -211,6 +226,13 @@ func (c column) measure(ctx context.Context, duration time.Duration) (figure, er
 		P99: micros(all[len(all)*99/100]),
 		CPU: micros(after-cpu) / float64(len(all)),
 	}, nil
+}
+
+func (c column) countCharged(ctx context.Context) (int, error) {
+	if c.charged == nil {
+		return 0, nil
+	}
+	return c.charged(ctx)
 }
 
 // ticksPerSecond is the unit of /proc/PID/stat, the same on every Linux that Go runs on.

@@ -1,9 +1,13 @@
 // Command bench measures what a decision costs, side by side in one run: a gRPC server
 // that only says OK, and Weir on the same machine with a real Postgres, durable and
-// exact. Machines differ and are shared, so ratios count.
+// exact. Then it measures what a request costs through a real Envoy with no filter, with
+// Envoy's own rate limit filter and with Weir's, both of which ask Weir once. Machines
+// differ and are shared, so ratios count.
 //
 // It runs each column for some seconds in turn, several rounds, and takes the median of
-// the rounds. The servers are processes of their own; the client is this one.
+// the rounds, of ratios too. The servers are processes of their own; the client is this
+// one. What was charged through an Envoy is counted in Postgres: a request too many or
+// too few fails the run.
 package main
 
 import (
@@ -52,9 +56,14 @@ type options struct {
 	keys     int
 	only     string
 	rows     string
+	envoy    string
+	filter   string
 	schema   string
 	answer   string // what the null server answers, in base64
 }
+
+// maxTime is the longest that a column may be measured for in a round.
+const maxTime = time.Minute
 
 func run(ctx context.Context, args []string, stdout io.Writer) error {
 	var o options
@@ -64,16 +73,18 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 	flags.StringVar(&o.out, "out", "bench/out/latest.json", "where figures go, as JSON")
 	flags.StringVar(&o.peer, "peer", "", "host:port of another rate limit service, as one more column")
 	flags.IntVar(&o.rounds, "rounds", 5, "rounds of each column, 1 to 100")
-	flags.DurationVar(&o.seconds, "time", 2*time.Second, "time of a column in a round, up to 1m")
+	flags.DurationVar(&o.seconds, "time", 2*time.Second, "time of a column in a round, up to 1m; with an Envoy there are four times as many rounds, four times as short")
 	flags.IntVar(&o.keys, "keys", 1000, "distinct keys, at least 1")
 	flags.StringVar(&o.rows, "rows", "10000,100000,1000000,10000000", "tables of so many buckets, separated by commas, each as one more column; empty for none")
+	flags.StringVar(&o.envoy, "envoy", os.Getenv("ENVOY"), "Envoy's binary; looked for by default")
+	flags.StringVar(&o.filter, "filter", "bin/filter.wasm", "Envoy's filter")
 	flags.StringVar(&o.schema, "schema", "plexsphere", "the schema of Weir's tables; for its own children")
 	flags.StringVar(&o.answer, "answer", "", "what the null server answers; for its own children")
 	flags.StringVar(&o.only, "only", "", "the columns to run, separated by commas; all by default")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
-	if o.rounds < 1 || o.rounds > 100 || o.seconds <= 0 || o.seconds > time.Minute || o.keys < 1 {
+	if o.rounds < 1 || o.rounds > 100 || o.seconds <= 0 || o.seconds > maxTime || o.keys < 1 {
 		return errors.New("rounds, time or keys are out of range; see -help")
 	}
 	switch o.role {
@@ -83,6 +94,8 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 		return serveNull(ctx, o, stdout)
 	case "weir":
 		return serveWeir(ctx, o, stdout)
+	case "upstream":
+		return serveUpstream(ctx, stdout)
 	}
 	return fmt.Errorf("no role %q", o.role)
 }
@@ -127,32 +140,32 @@ func measureAll(ctx context.Context, o options, stdout io.Writer) error {
 		at.rows[rows] = server.address
 	}
 
-	columns := columnsOf(o, at)
-	if o.only != "" {
-		only := strings.Split(o.only, ",")
-		columns = slices.DeleteFunc(columns, func(c column) bool { return !slices.Contains(only, c.name) })
-	}
-	figures := make(map[string][]figure, len(columns))
-	for round := range o.rounds + 1 {
-		for _, c := range columns {
-			f, err := c.measure(ctx, o.seconds)
-			if err != nil {
-				return fmt.Errorf("measuring %s: %w", c.name, err)
-			}
-			if round > 0 { // the first warms up
-				figures[c.name] = append(figures[c.name], f)
-			}
+	medians := map[string]figure{}
+	measure := func(base string, columns []column, parts int) error {
+		figures, err := measureRounds(ctx, columns, o, parts)
+		if err != nil {
+			return err
 		}
+		report(stdout, base, columns, figures, medians)
+		return nil
 	}
-	medians := make(map[string]figure, len(columns))
-	fmt.Fprintf(stdout, "%-14s %9s %7s %13s %8s %8s %9s\n", "", "rps", "of null", "rps min–max", "p50 µs", "p99 µs", "cpu µs/op")
-	for _, c := range columns {
-		m := median(figures[c.name])
-		medians[c.name] = m
-		base := medians[c.base]
-		rates := each(figures[c.name], func(f figure) float64 { return f.RPS })
-		fmt.Fprintf(stdout, "%-14s %9.0f %7.2f %6.0f–%-6.0f %8.0f %8.0f %9.1f\n",
-			c.name, m.RPS, m.RPS/base.RPS, slices.Min(rates), slices.Max(rates), m.P50, m.P99, m.CPU)
+	if err := measure("null", o.wanted(columnsOf(o, at)), 1); err != nil {
+		return err
+	}
+	if len(o.wanted([]column{{name: envoyNone}, {name: envoyNative}, {name: envoyFilterCall}})) > 0 {
+		upstream, err := startServer("upstream", o)
+		if err != nil {
+			return err
+		}
+		defer upstream.stop()
+		envoys, err := startEnvoys(ctx, o, weir.address, upstream.address)
+		defer envoys.stop()
+		if err != nil {
+			return err
+		}
+		if err := measure("native", o.wanted(envoys.columns), envoyParts); err != nil {
+			return err
+		}
 	}
 	text, err := json.MarshalIndent(medians, "", "  ")
 	if err != nil {
@@ -162,6 +175,51 @@ func measureAll(ctx context.Context, o options, stdout io.Writer) error {
 		return fmt.Errorf("writing figures: %w", err)
 	}
 	return os.WriteFile(o.out, append(text, '\n'), 0o600)
+}
+
+// wanted are the columns that the flag -only leaves.
+func (o options) wanted(columns []column) []column {
+	if o.only == "" {
+		return columns
+	}
+	only := strings.Split(o.only, ",")
+	return slices.DeleteFunc(columns, func(c column) bool { return !slices.Contains(only, c.name) })
+}
+
+// measureRounds measures the columns in turn, in rounds that are shorter and more by the
+// number of parts. It returns each column's figures, a round each.
+func measureRounds(ctx context.Context, columns []column, o options, parts int) (map[string][]figure, error) {
+	figures := make(map[string][]figure, len(columns))
+	for round := range (o.rounds + 1) * parts {
+		for _, c := range columns {
+			f, err := c.measure(ctx, o.seconds/time.Duration(parts))
+			if err != nil {
+				return nil, fmt.Errorf("measuring %s: %w", c.name, err)
+			}
+			if round >= parts { // those before warm up
+				figures[c.name] = append(figures[c.name], f)
+			}
+		}
+	}
+	return figures, nil
+}
+
+// report prints the columns' medians, and adds them to those of the run.
+func report(stdout io.Writer, base string, columns []column, figures map[string][]figure, medians map[string]figure) {
+	if len(columns) == 0 {
+		return
+	}
+	fmt.Fprintf(stdout, "%-17s %9s %9s %13s %8s %8s %9s %9s\n",
+		"", "rps", "of "+base, "rps min–max", "p50 µs", "p99 µs", "of "+base, "cpu µs/op")
+	for _, c := range columns {
+		m := median(figures[c.name])
+		m.RPSRatio = medianRatio(figures[c.name], figures[c.base], func(f figure) float64 { return f.RPS })
+		m.P99Ratio = medianRatio(figures[c.name], figures[c.base], func(f figure) float64 { return f.P99 })
+		medians[c.name] = m
+		rates := each(figures[c.name], func(f figure) float64 { return f.RPS })
+		fmt.Fprintf(stdout, "%-17s %9.0f %9.2f %6.0f–%-6.0f %8.0f %8.0f %9.2f %9.1f\n",
+			c.name, m.RPS, m.RPSRatio, slices.Min(rates), slices.Max(rates), m.P50, m.P99, m.P99Ratio, m.CPU)
+	}
 }
 
 // rowsOf reads the flag of that name.
@@ -215,6 +273,10 @@ type figure struct {
 	// CPU is the processor time of all servers, Postgres among them and the client
 	// not, in microseconds a request.
 	CPU float64 `json:"cpu_us_per_op"`
+	// The ratios are to the column that this one is compared with, in the same round;
+	// none if that was not measured.
+	RPSRatio float64 `json:"rps_ratio,omitempty"`
+	P99Ratio float64 `json:"p99_ratio,omitempty"`
 }
 
 func each(figures []figure, of func(figure) float64) []float64 {
@@ -227,15 +289,29 @@ func each(figures []figure, of func(figure) float64) []float64 {
 
 // median takes each figure's median by itself.
 func median(figures []figure) figure {
-	middle := func(of func(figure) float64) float64 {
-		values := each(figures, of)
-		slices.Sort(values)
-		return values[len(values)/2]
-	}
+	of := func(of func(figure) float64) float64 { return middle(each(figures, of)) }
 	return figure{
-		RPS: middle(func(f figure) float64 { return f.RPS }),
-		P50: middle(func(f figure) float64 { return f.P50 }),
-		P99: middle(func(f figure) float64 { return f.P99 }),
-		CPU: middle(func(f figure) float64 { return f.CPU }),
+		RPS: of(func(f figure) float64 { return f.RPS }),
+		P50: of(func(f figure) float64 { return f.P50 }),
+		P99: of(func(f figure) float64 { return f.P99 }),
+		CPU: of(func(f figure) float64 { return f.CPU }),
 	}
+}
+
+// medianRatio is the median of rounds' ratios, 0 if there is no base.
+func medianRatio(figures, base []figure, of func(figure) float64) float64 {
+	if len(figures) != len(base) {
+		return 0
+	}
+	ratios := make([]float64, len(figures))
+	for i := range figures {
+		ratios[i] = of(figures[i]) / of(base[i])
+	}
+	return middle(ratios)
+}
+
+// middle is the median of values, which it sorts.
+func middle(values []float64) float64 {
+	slices.Sort(values)
+	return values[len(values)/2]
 }

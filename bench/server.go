@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/weir-dev/weir/internal/child"
@@ -67,13 +68,13 @@ func (s *server) stop() { _ = s.process.Stop(syscall.SIGTERM, 10*time.Second) }
 
 // serve runs a server until ctx ends, and says its address on stdout. Both collect garbage as
 // seldom as `weir serve` does.
-func serve(ctx context.Context, stdout io.Writer, register func(grpc.ServiceRegistrar)) error {
+func serve(ctx context.Context, stdout io.Writer, register func(grpc.ServiceRegistrar), options ...grpc.ServerOption) error {
 	debug.SetGCPercent(gcPercent)
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
 		return err
 	}
-	s := grpc.NewServer()
+	s := grpc.NewServer(options...)
 	register(s)
 	fmt.Fprintln(stdout, listener.Addr())
 	go func() {
@@ -121,15 +122,19 @@ func capture(ctx context.Context, address string) (string, error) {
 	return base64.StdEncoding.EncodeToString(text), err
 }
 
-// benchPolicy has limits that never refuse, and one that refuses nine in ten.
+const benchDomain = "bench"
+
+// benchPolicy has limits that never refuse, and one that refuses nine in ten. Of the
+// quota one can see afterwards how much was charged: it does not refill.
 const benchPolicy = `
-domain: bench
+domain: ` + benchDomain + `
 descriptors:
   - {key: node, budget: {scope: ingest_node, per_second: 1GiB, burst: 1TiB}}
   - {key: domain, budget: {scope: ingest_domain, per_second: 1GiB, burst: 1TiB}}
   - {key: reads, budget: {scope: secret_read_node, per_second: 1GiB, burst: 1TiB}}
   - {key: issued, budget: {scope: access_issuance_domain, per_second: 1GiB, burst: 1TiB}}
   - {key: tight, budget: {scope: secret_read_domain, per_second: 1, burst: 10}}
+  - {key: ` + consumerKey + `, quota: {daily: 9_000_000_000_000_000}}
 `
 
 func serveWeir(ctx context.Context, o options, stdout io.Writer) error {
@@ -155,8 +160,11 @@ func serveWeir(ctx context.Context, o options, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
+	// As `weir serve` has them. Envoy pings more often than gRPC would bear.
+	options := append(ratelimitsvc.ServerOptions(),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}))
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return batcher.Run(ctx) })
-	group.Go(func() error { return serve(ctx, stdout, service.Register) })
+	group.Go(func() error { return serve(ctx, stdout, service.Register, options...) })
 	return group.Wait()
 }
