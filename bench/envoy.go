@@ -47,7 +47,7 @@ const (
 
 // envoyParts divides a column's time: rounds are shorter and more by so much, since what
 // disturbs a shared machine should hit all three columns alike.
-const envoyParts = 4
+const envoyParts = 8
 
 // An envoyBench is the Envoys and what tells how much was charged through them.
 type envoyBench struct {

@@ -73,7 +73,7 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 	flags.StringVar(&o.out, "out", "bench/out/latest.json", "where figures go, as JSON")
 	flags.StringVar(&o.peer, "peer", "", "host:port of another rate limit service, as one more column")
 	flags.IntVar(&o.rounds, "rounds", 5, "rounds of each column, 1 to 100")
-	flags.DurationVar(&o.seconds, "time", 2*time.Second, "time of a column in a round, up to 1m; with an Envoy there are four times as many rounds, four times as short")
+	flags.DurationVar(&o.seconds, "time", 2*time.Second, "time of a column in a round, up to 1m; with an Envoy, an eighth of it in eight times as many rounds")
 	flags.IntVar(&o.keys, "keys", 1000, "distinct keys, at least 1")
 	flags.StringVar(&o.rows, "rows", "10000,100000,1000000,10000000", "tables of so many buckets, separated by commas, each as one more column; empty for none")
 	flags.StringVar(&o.envoy, "envoy", os.Getenv("ENVOY"), "Envoy's binary; looked for by default")

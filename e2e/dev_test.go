@@ -92,9 +92,9 @@ type dev struct {
 }
 
 // startDev starts `weir dev` and returns once it says that it runs.
-func startDev(t *testing.T, mark string, user *syscall.Credential) *dev {
+func startDev(t *testing.T, mark string, user *syscall.Credential, more ...string) *dev {
 	t.Helper()
-	d := launchDev(t, mark, user, wasmtest.Module(t))
+	d := launchDev(t, mark, user, wasmtest.Module(t), more...)
 	eventually(t, startTimeout, "weir dev is ready", func() error {
 		select {
 		case <-d.Done():
@@ -110,7 +110,7 @@ func startDev(t *testing.T, mark string, user *syscall.Credential) *dev {
 }
 
 // launchDev starts `weir dev` with a mark in its environment, and returns at once.
-func launchDev(t *testing.T, mark string, user *syscall.Credential, module string) *dev {
+func launchDev(t *testing.T, mark string, user *syscall.Credential, module string, more ...string) *dev {
 	t.Helper()
 	binary, err := envoyproc.Find(os.Getenv("ENVOY"))
 	if err != nil {
@@ -130,10 +130,12 @@ func launchDev(t *testing.T, mark string, user *syscall.Credential, module strin
 			t.Fatal(err)
 		}
 	}
-	command := exec.Command(weirBinary(t), "dev", policy,
+	command := exec.Command(weirBinary(t), append([]string{
+		"dev", policy,
 		"--gateway", d.gateway, "--envoy-admin", freeAddress(t), "--upstream", freeAddress(t),
 		"--grpc-listen", freeAddress(t), "--http-listen", freeAddress(t), "--xds-listen", freeAddress(t),
-		"--module", module, "--envoy", envoy)
+		"--module", module, "--envoy", envoy,
+	}, more...)...)
 	command.Stdout, command.Stderr = d.out, d.out
 	command.Env = append(environment(), mark, "HOME="+home, "XDG_CACHE_HOME="+filepath.Join(home, "cache"))
 	if user != nil {

@@ -234,9 +234,11 @@ func writeSecrets(t *testing.T, ads envoy.Config) {
 // printBootstrap has the binary print a complete bootstrap into a file.
 func (m *mesh) printBootstrap(t *testing.T, module string, more ...string) string {
 	t.Helper()
-	command := exec.Command(weirBinary(t), append([]string{"bootstrap", m.policy,
+	command := exec.Command(weirBinary(t), append([]string{
+		"bootstrap", m.policy,
 		"--upstream", m.upstream.address, "--module", module,
-		"--gateway", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0", "--tls-secrets", t.TempDir()}, more...)...)
+		"--gateway", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0", "--tls-secrets", t.TempDir(),
+	}, more...)...)
 	var stderr bytes.Buffer
 	command.Stderr = &stderr
 	text, err := command.Output()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/x509"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -190,7 +191,7 @@ func (m *mesh) wait(t *testing.T, what string, holds func() bool) {
 	t.Helper()
 	eventually(t, time.Minute, what, func() error {
 		if !holds() {
-			return fmt.Errorf("not yet")
+			return errors.New("not yet")
 		}
 		return nil
 	})

@@ -2,6 +2,8 @@ package e2e_test
 
 import (
 	"context"
+	"crypto/rand"
+	"errors"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -234,4 +236,32 @@ func TestServeTellsMissingCertificates(t *testing.T) {
 		}
 		return false
 	})
+}
+
+// `weir dev` with mutual TLS on every connection.
+func TestDevWithTLS(t *testing.T) {
+	t.Parallel()
+	ca := certtest.NewAuthority(t, "ca")
+	files := newCertFolder(t)
+	authority := files.write("ca.crt", ca.PEM)
+	certificate, key := files.issue("all", ca)
+	d := startDev(t, "WEIR_TEST=tls", nil,
+		"--tls-cert", certificate, "--tls-key", key, "--tls-client-ca", authority,
+		"--envoy-tls-ca", authority, "--envoy-tls-cert", certificate, "--envoy-tls-key", key,
+		"--gateway-tls-cert", certificate, "--gateway-tls-key", key, "--gateway-tls-client-ca", authority)
+	m := &mesh{gateway: d.gateway, client: ca.Client(t, ca, "spiffe://mesh/node-7")}
+	eventually(t, time.Minute, "a request is decided", func() error {
+		// Of a new consumer each time: a busy machine's service may be late for the first.
+		a := m.request(t, http.MethodGet, "/", header("x-consumer", rand.Text()), nil)
+		if a.status != http.StatusOK {
+			return errors.New(describe(a))
+		}
+		return nil
+	})
+	if text := d.out.String(); !strings.Contains(text, "Envoy guards https://"+d.gateway) || !strings.Contains(text, "allowed      ingest  consumer=") {
+		t.Error("it tells neither the gateway nor the decision")
+	}
+	if err := m.connects(t, ca.Client(t, nil)); err == nil {
+		t.Error("a client without a certificate is let in")
+	}
 }

@@ -2,7 +2,6 @@ package envoy
 
 import (
 	"errors"
-	"fmt"
 	"net/netip"
 	"net/url"
 	"path"
@@ -285,7 +284,7 @@ func (t *TLS) check() error {
 		faults = append(faults, errors.New("CA is missing: whoever answered would be believed"))
 	}
 	if (t.Certificate == "") != (t.Key == "") {
-		faults = append(faults, errors.New("Certificate, Key: one needs the other"))
+		faults = append(faults, errors.New("one of Certificate and Key needs the other"))
 	}
 	return errors.Join(faults...)
 }
@@ -309,7 +308,7 @@ func (c *checked) checkSecretsDir(needs need) error {
 	wanted := needs&needADS != 0 && c.ADSTLS != nil ||
 		needs&needTraffic != 0 && (c.ServiceTLS != nil || c.GatewayTLS != nil)
 	if needs&needSecretsDir != 0 && wanted && c.SecretsDir == "" {
-		return fmt.Errorf("is missing: TLS needs a folder for files that name the certificates")
+		return errors.New("is missing: TLS needs a folder for files that name the certificates")
 	}
 	return nil
 }

@@ -141,7 +141,7 @@ type bootstrapCommand struct {
 func (c *bootstrapCommand) Run(t terminal) error {
 	bootstrap, secrets, err := c.build()
 	if err != nil {
-		return flagErrors(err, fieldFlags{"Service": "--service", "ADS": "--xds", "SecretsDir": "--tls-secrets"})
+		return flagErrors(err, fieldFlags{"Service": "--service", "ADS": "--xds", "SecretsDir": "--tls-secrets"}) //nolint:gosec // names of flags
 	}
 	text, err := envoy.YAML(bootstrap)
 	if err != nil {

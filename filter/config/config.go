@@ -155,7 +155,7 @@ const (
 // Rule is a group of descriptors with the requests that they are for.
 type Rule struct {
 	// Name is the rule's name in metrics and logs: letters, digits, dots and dashes,
-	// at most 64. It is unique. Defaults to the rule's place from 0, such as "3".
+	// at most 64, without a dot at the end. It is unique. Defaults to the rule's place from 0, such as "3".
 	Name string
 	// When says which requests the rule is for. Defaults to all.
 	When When

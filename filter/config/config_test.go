@@ -403,6 +403,7 @@ func TestParseBlockErrors(t *testing.T) {
 			{"when": {"methods": ["PUT"]}, "descriptors": [{"entries": [{"key": "a", "header": "x-a"}]}]},
 			{"when": {"methods": ["PUT"]}, "descriptors": [{"entries": [{"key": "a", "header": "x-a"}]}]}]}`, []string{"rules[1].descriptors[0]: is the same as rules[0].descriptors[0]"}},
 		{"a rule's name with an underscore", `{"rules": [{"name": "a_b", "descriptors": [{"entries": [{"key": "a", "header": "x-a"}]}]}]}`, []string{`rules[0].name: "a_b" is not a name`}},
+		{"a rule's name with a dot at its end", `{"rules": [{"name": "a.", "descriptors": [{"entries": [{"key": "a", "header": "x-a"}]}]}]}`, []string{`rules[0].name: "a." is not a name`}},
 		{"a rule's name that is empty", `{"rules": [{"name": "", "descriptors": [{"entries": [{"key": "a", "header": "x-a"}]}]}]}`, []string{`rules[0].name: "" is not a name`}},
 		{"a rule's name that is long", `{"rules": [{"name": "` + strings.Repeat("n", 65) + `", "descriptors": [{"entries": [{"key": "a", "header": "x-a"}]}]}]}`, []string{`rules[0].name: "n`}},
 		{"a rule's name that is another's place", `{"rules": [

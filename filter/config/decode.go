@@ -106,7 +106,7 @@ func (d *decoder) rule(path string, i int, n node, places map[string]string) Rul
 	}
 	r := Rule{Name: d.str(path, fields, "name", strconv.Itoa(i)), When: d.when(path, fields)}
 	if !isRuleName(r.Name) {
-		d.fault(join(path, "name"), "%q is not a name of 1 to %d letters, digits, dots and dashes", r.Name, maxRuleName)
+		d.fault(join(path, "name"), "%q is not a name of 1 to %d letters, digits, dots and dashes without a dot at its end", r.Name, maxRuleName)
 	}
 	items := d.list(path, fields, "descriptors")
 	if fields["descriptors"].kind == kindArray && len(items) == 0 {
@@ -141,7 +141,8 @@ func isRuleName(s string) bool {
 			return false
 		}
 	}
-	return s != "" && len(s) <= maxRuleName
+	// Envoy drops a dot at the end from a label, so that two rules would become one.
+	return s != "" && len(s) <= maxRuleName && s[len(s)-1] != '.'
 }
 
 func (d *decoder) when(path string, fields map[string]node) When {
