@@ -11,11 +11,13 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -185,7 +187,7 @@ func TestGatewayTakesCertificates(t *testing.T) {
 	for name, config := range map[string]*tls.Config{
 		"no certificate": ca.Client(t, nil), "another authority's": ca.Client(t, other, "spiffe://mesh/node-7"),
 	} {
-		if err := m.connects(t, config); err == nil || !strings.Contains(err.Error(), "tls: ") {
+		if err := m.connects(t, config); !failedHandshake(err) {
 			t.Errorf("%s: %v, want a failed handshake", name, err)
 		}
 	}
@@ -201,6 +203,14 @@ func TestGatewayTakesCertificates(t *testing.T) {
 	}
 }
 
+// failedHandshake reports whether an error is that of a connection that was not let in. In
+// TLS 1.3 a client is done before its certificate is looked at, so that it may be writing
+// its request when the server ends the connection.
+func failedHandshake(err error) bool {
+	return err != nil && (strings.Contains(err.Error(), "tls: ") ||
+		errors.Is(err, io.EOF) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET))
+}
+
 func TestGatewayTakesNoCertificate(t *testing.T) {
 	t.Parallel()
 	ca, other := certtest.NewAuthority(t, "ca"), certtest.NewAuthority(t, "other")
@@ -214,7 +224,7 @@ func TestGatewayTakesNoCertificate(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if err := m.connects(t, ca.Client(t, other, "spiffe://mesh/node-7")); err == nil || !strings.Contains(err.Error(), "tls: ") {
+	if err := m.connects(t, ca.Client(t, other, "spiffe://mesh/node-7")); !failedHandshake(err) {
 		t.Errorf("another authority's: %v, want a failed handshake", err)
 	}
 }

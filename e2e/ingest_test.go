@@ -2,7 +2,6 @@ package e2e_test
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -381,16 +380,6 @@ func testOverHold(t *testing.T, m *mesh) {
 			t.Errorf("%s: the upstream saw %d bytes, want %d", name, got, size)
 		}
 	}
-	// Blocks that were not used are given back: the rest of the burst can be spent.
-	domain := uuid.NewString()
-	m.request(t, http.MethodPost, path, header("x-domain-id", domain), chunked(make([]byte, 600<<10)))
-	eventually(t, 10*time.Second, "the rest is given back", func() error {
-		a := m.request(t, http.MethodPost, path, header("x-domain-id", domain), chunked(make([]byte, 420<<10)))
-		if a.status != http.StatusOK {
-			return errors.New(describe(a))
-		}
-		return nil
-	})
 }
 
 func testUsage(t *testing.T, m *mesh) {

@@ -31,6 +31,12 @@ func TestFilterExamples(t *testing.T) {
 		t.Fatalf("%d examples were found, want 4 at least", len(examples))
 	}
 	for _, e := range examples {
+		if strings.HasPrefix(e, "clients:") {
+			if _, err := policy.ParseClients("filter.md", []byte(e)); err != nil {
+				t.Errorf("%v in\n%s", err, e)
+			}
+			continue
+		}
 		p, err := policy.Parse("filter.md", []byte("domain: d\n"+e))
 		if err != nil {
 			t.Errorf("%v in\n%s", err, e)
